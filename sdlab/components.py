@@ -1,0 +1,186 @@
+"""The frozen parts of the built-in family, made here: tokenizer, VAE, the CLIP that conditions and the CLIP that judges.
+
+They stand where Stable Diffusion has its public VAE and CLIP: trained once, shipped, taken as given by every stage.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
+
+from sdlab import scenes
+
+CONTEXT = 24
+"""Tokens a caption, start and end included."""
+MERGES = 8192
+"""Merges taken from CLIP's byte-pair encoding, the most frequent first."""
+
+
+def make_tokenizer() -> CLIPTokenizer:
+    """A true CLIP tokenizer with a small vocabulary: the first merges of the BPE file that open_clip ships."""
+    from open_clip.tokenizer import bytes_to_unicode, default_bpe
+
+    with gzip.open(default_bpe(), "rt", encoding="utf-8") as lines:
+        merges = [tuple(line.split()) for line in lines.read().split("\n")[1 : 1 + MERGES]]
+    letters = list(bytes_to_unicode().values())
+    words = [*letters, *(letter + "</w>" for letter in letters), *("".join(pair) for pair in merges)]
+    vocabulary = {word: index for index, word in enumerate([*words, "<|startoftext|>", "<|endoftext|>"])}
+    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=CONTEXT)
+
+
+def tokenize(tokenizer: CLIPTokenizer, captions: Iterable[str]) -> torch.Tensor:
+    """Token ids of captions, int64 (B, CONTEXT), padded and cut."""
+    return tokenizer(list(captions), padding="max_length", max_length=CONTEXT, truncation=True, return_tensors="pt").input_ids
+
+
+def train_vae(*, steps: int, seed: int = 0) -> AutoencoderKL:
+    """Train the autoencoder on object-centred crops, whole pictures and half-size pictures of scenes.
+
+    Loss: L1 + 2 MSE + L1 of finite differences + 2e-6 KL. `scaling_factor` is set to one over the latents' standard deviation.
+
+    Args:
+        steps: optimizer steps; 6,600 give about 35 dB.
+        seed: of weights, pictures and order.
+    """
+    torch.manual_seed(seed)
+    blocks = 4
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        block_out_channels=(32, 64, 96, 128),
+        layers_per_block=1,
+        latent_channels=8,
+        norm_num_groups=8,
+        sample_size=scenes.SIDE,
+        mid_block_add_attention=False,
+    )
+    draw_batch = _vae_batches(seed, pictures=min(8192, 8 * steps + 64))
+
+    def loss_of(step: int) -> torch.Tensor:
+        pixel_values = draw_batch(step)
+        with torch.autocast("cpu", torch.bfloat16):
+            posterior = vae.encode(pixel_values).latent_dist
+            decoded = vae.decode(posterior.sample()).sample
+        decoded = decoded.float()
+        edges = sum(F.l1_loss(decoded.diff(dim=d), pixel_values.diff(dim=d)) for d in (2, 3))
+        likelihood = F.l1_loss(decoded, pixel_values) + 2 * F.mse_loss(decoded, pixel_values) + edges
+        return likelihood + 2e-6 * posterior.kl().float().sum() / len(pixel_values)
+
+    _fit(vae, loss_of, steps=steps, learning_rate=2e-3, betas=(0.9, 0.95), weight_decay=1e-4, title="VAE")
+    latents = encode(vae, to_pixel_values(scenes.render(scenes.draw(512, seed=999))))
+    vae.register_to_config(scaling_factor=round(float(1 / latents.std()), 5))
+    return vae
+
+
+def _vae_batches(seed: int, *, pictures: int) -> Callable[[int], torch.Tensor]:
+    drawn = scenes.draw(pictures, seed=300 + seed, two_object_share=0.4)
+    whole = torch.from_numpy(scenes.render(drawn))
+    generator = np.random.default_rng(seed)
+    crops = torch.stack([_crop(picture, scene, generator) for picture, scene in zip(whole, drawn, strict=True)])
+    half = F.interpolate(whole.float(), scale_factor=0.5, mode="bicubic", antialias=True).clamp(0, 255).round().byte()
+    cycle = ((crops, 32), (whole, 8), (crops, 32), (half, 32), (whole, 8), (crops, 32))
+
+    def draw_batch(step: int) -> torch.Tensor:
+        images, size = cycle[step % len(cycle)]
+        batch = images[torch.randint(len(images), (size,))]
+        return to_pixel_values(batch.flip(-1) if torch.rand(()) < 0.5 else batch)
+
+    return draw_batch
+
+
+def _crop(picture: torch.Tensor, scene: scenes.Scene, generator: np.random.Generator, side: int = 32) -> torch.Tensor:
+    item = scene.objects[generator.integers(len(scene.objects))]
+    left, top = (int(np.clip(c - side / 2 + generator.integers(-12, 13), 0, scenes.SIDE - side)) for c in item.centre)
+    return picture[:, top : top + side, left : left + side]
+
+
+def train_clip(tokenizer: CLIPTokenizer, *, steps: int, seed: int, batch_size: int = 64) -> CLIPModel:
+    """Train a small CLIP on scenes with the symmetric contrastive loss.
+
+    Args:
+        tokenizer: of `make_tokenizer`.
+        steps: optimizer steps; 250 give a retrieval of about 0.9 among 64.
+        seed: of weights, pictures and order: another seed is another judge.
+        batch_size: pairs a step.
+    """
+    torch.manual_seed(seed)
+    tower = dict(hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, projection_dim=128)
+    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    text = dict(tower, vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, bos_token_id=bos, eos_token_id=eos, pad_token_id=pad)
+    clip = CLIPModel(CLIPConfig(text_config=text, vision_config=dict(tower, image_size=scenes.SIDE, patch_size=8), projection_dim=128))
+    drawn = scenes.draw(min(16384, batch_size * steps), seed=1000 * (seed + 1), two_object_share=0.5)
+    images, ids = torch.from_numpy(scenes.render(drawn)), tokenize(tokenizer, [scene.caption for scene in drawn])
+    labels = torch.arange(batch_size)
+
+    def loss_of(step: int) -> torch.Tensor:
+        pick = torch.randint(len(images), (batch_size,))
+        output = clip(input_ids=ids[pick], pixel_values=to_pixel_values(images[pick]))
+        return (F.cross_entropy(output.logits_per_image, labels) + F.cross_entropy(output.logits_per_text, labels)) / 2
+
+    _fit(clip, loss_of, steps=steps, learning_rate=1e-3, betas=(0.9, 0.98), weight_decay=0.05, title=f"CLIP (seed {seed})")
+    return clip
+
+
+def _fit(
+    model: Any, loss_of: Callable[[int], torch.Tensor], *, steps: int, learning_rate: float, betas: tuple[float, float], weight_decay: float, title: str
+) -> None:
+    """Plain AdamW: short warm-up, constant for half the steps, then linear to 2 %."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1, (s + 1) / (0.03 * steps)) * min(1, max(0.02, 2 - 2 * s / steps)))
+    model.train()
+    for step in (bar := tqdm(range(steps), desc=title, unit="step")):
+        loss = loss_of(step)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 50 == 0:
+            bar.set_postfix(loss=f"{loss.item():.4f}")
+    model.eval()
+
+
+def to_pixel_values(images: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """uint8 `images` (B, 3, H, W) as float32 `pixel_values` in [-1, 1]."""
+    return torch.as_tensor(images).float() / 127.5 - 1
+
+
+@torch.no_grad()
+def encode(vae: AutoencoderKL, pixel_values: torch.Tensor) -> torch.Tensor:
+    """Unscaled latent means (B, C, h, w) of `pixel_values` (B, 3, H, W), in batches of 64."""
+    return torch.cat([vae.encode(batch).latent_dist.mode() for batch in pixel_values.split(64)])
+
+
+@torch.no_grad()
+def measure_vae(vae: AutoencoderKL, *, count: int = 192) -> dict[str, float]:
+    """PSNR in dB of encode-decode on unseen scenes, and the share of them that the exact reader still reads right."""
+    drawn = scenes.draw(count, seed=9_999)
+    images = scenes.render(drawn)
+    latents = encode(vae, to_pixel_values(images))
+    decoded = torch.cat([vae.decode(batch).sample for batch in latents.split(64)]).clamp(-1, 1)
+    error = ((decoded - to_pixel_values(images)) ** 2).mean(dim=(1, 2, 3))
+    found = scenes.check(((decoded + 1) * 127.5).round().byte().numpy(), [scene.caption for scene in drawn])
+    return {"psnr_db": float((10 * torch.log10(4 / error)).mean()), "read_right": float(found["strict"].mean())}
+
+
+@torch.no_grad()
+def measure_clip(clip: CLIPModel, tokenizer: CLIPTokenizer, *, count: int = 1024) -> dict[str, float]:
+    """Retrieval of a picture's caption among 64, and the mean cosine of right and of wrong pairs, on unseen scenes."""
+    drawn = scenes.draw(count, seed=9_998, two_object_share=0.5)
+    pixel_values = to_pixel_values(scenes.render(drawn))
+    output = clip(input_ids=tokenize(tokenizer, [scene.caption for scene in drawn]), pixel_values=pixel_values)
+    cosine = output.image_embeds @ output.text_embeds.T
+    blocks = torch.stack([cosine[i : i + 64, i : i + 64] for i in range(0, count - 63, 64)])
+    top1 = (blocks.argmax(2) == torch.arange(64)).float().mean()
+    return {"top1_of_64": float(top1), "cosine_right": float(cosine.diagonal().mean()), "cosine_wrong": float(cosine.roll(1, 0).diagonal().mean())}
