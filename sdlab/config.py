@@ -1,0 +1,205 @@
+"""The words of sdlab: frozen, checked models of presets and runs, and the arithmetic of batches."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+PredictionType = Literal["epsilon", "v_prediction", "sample"]
+Precision = Literal["32-true", "bf16-mixed"]
+
+
+class ConfigError(ValueError):
+    """What a user gave cannot be used; the message says what was given, what is allowed and what to do."""
+
+
+class Model(BaseModel):
+    """A frozen config model that refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+AnyModel = TypeVar("AnyModel", bound=Model)
+
+
+def build(model: type[AnyModel], values: Mapping[str, Any], *, where: str) -> AnyModel:
+    """Check `values` against `model` and report all problems together.
+
+    Args:
+        model: the model to build.
+        values: fields by name.
+        where: what the values came from, as in "preset file /a/b.yaml"; it opens the message.
+
+    Raises:
+        ConfigError: one line a problem; unknown keys with the nearest known name.
+    """
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        problems = [_problem(model, detail) for detail in error.errors()]
+        raise ConfigError(f"{where}: " + "; ".join(problems)) from None
+
+
+def _problem(model: type[Model], detail: Any) -> str:
+    place = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"{place!r} is not a known name{hint(str(detail['loc'][-1]), _names(model, detail['loc'][:-1]))}"
+    if detail["type"] == "missing":
+        return f"{place!r} is missing"
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    given = "" if not place or isinstance(detail["input"], dict) else f" (given: {detail['input']!r})"
+    return f"{place + ': ' if place else ''}{message}{given}"
+
+
+def _names(model: Any, path: Iterable[Any]) -> list[str]:
+    for part in path:
+        field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
+        if field is not None:
+            model = field.annotation
+        arguments = [a for a in getattr(model, "__args__", ()) if hasattr(a, "model_fields")]
+        model = arguments[0] if arguments else model
+    return list(getattr(model, "model_fields", {}))
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" for the known name nearest to `name`, else the list of known names."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known) or 'none'}"
+
+
+def resolve_path(path: str | Path) -> Path:
+    """An absolute path: relative ones start where the user is, or at the project's root from inside its notebooks folder."""
+    here = Path.cwd()
+    base = here.parent if here.name == "notebooks" and (here.parent / "papermill_runs").is_dir() else here
+    return (base / Path(path).expanduser()).resolve()
+
+
+class NoiseSchedule(Model):
+    """The forward process, in diffusers' words; the defaults are Stable Diffusion's."""
+
+    num_train_timesteps: int = Field(1000, ge=1)
+    beta_start: float = Field(0.00085, gt=0, lt=1)
+    beta_end: float = Field(0.012, gt=0, lt=1)
+    beta_schedule: Literal["scaled_linear", "linear"] = "scaled_linear"
+
+
+class Networks(Model):
+    """What a family is made of: frozen parts by name or folder, and the UNet as diffusers' `UNet2DConditionModel` arguments."""
+
+    frozen: str
+    """"tiny" for the parts that sdlab ships, else a folder with `vae`, `text_encoder` and `tokenizer` in diffusers' layout."""
+    unet: dict[str, Any]
+    prediction_type: PredictionType
+    noise_schedule: NoiseSchedule = NoiseSchedule()
+
+
+class Stage(Model):
+    """The recipe of one stage of training."""
+
+    resolution: int = Field(gt=0)
+    """Pixels a side of the square training pictures."""
+    parent: str | None = None
+    """The stage whose weights this one starts from; None for a stage that starts from random weights."""
+    global_batch_size: int = Field(gt=0)
+    micro_batch_size: int = Field(gt=0)
+    learning_rate: float = Field(gt=0)
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: constant, or half a cosine down to zero at `schedule_steps`."""
+    warmup_steps: int = Field(0, ge=0)
+    schedule_steps: int = Field(gt=0)
+    precision: Precision = "32-true"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    caption_drop_prob: float = Field(0.1, ge=0, le=1)
+    source: str = ""
+    """Where the figures come from."""
+
+
+class Preset(Model):
+    """A family: its networks and its stages, which form a tree through `parent`."""
+
+    name: str
+    title: str = ""
+    networks: Networks
+    stages: dict[str, Stage] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _parents_exist(self) -> Self:
+        for name, stage in self.stages.items():
+            if stage.parent is not None and stage.parent not in self.stages:
+                raise ValueError(f"stage {name!r} has parent {stage.parent!r}{hint(stage.parent, self.stages)}")
+        return self
+
+
+class TrainConfig(Model):
+    """One run: what it computes (science fields) and how it is run (running fields)."""
+
+    preset: str
+    stage: str
+    overrides: dict[str, Any] = {}
+    networks: Networks
+    recipe: Stage
+    seed: int = Field(0, ge=0)
+    data_key: str
+    parent_hash: str | None = None
+    """SHA-256 of the weights that the run started from."""
+    init_from: str | None = None
+    data_dir: str
+    max_steps: int = Field(gt=0)
+    devices: Literal["auto", 1] = "auto"
+    micro_batch_size: int = Field(gt=0)
+    save_every: int = Field(gt=0)
+    log_every: int = Field(gt=0)
+    preview_every: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> Self:
+        accumulation_steps(self.recipe.global_batch_size, self.micro_batch_size, world_size=1)
+        return self
+
+    def science(self) -> dict[str, Any]:
+        """The fields that fix what is computed, flat; they may not change in a run folder."""
+        recipe = {f"recipe.{key}": value for key, value in self.recipe.model_dump(exclude={"micro_batch_size", "source"}).items()}
+        fixed = self.model_dump(include={"preset", "stage", "networks", "seed", "data_key", "parent_hash"})
+        return {**fixed, **recipe}
+
+
+def accumulation_steps(global_batch_size: int, micro_batch_size: int, *, world_size: int) -> int:
+    """Forwards a device an optimizer step.
+
+    Raises:
+        ConfigError: `global_batch_size` is no whole multiple of `micro_batch_size` times `world_size`.
+    """
+    together = micro_batch_size * world_size
+    if global_batch_size % together:
+        fitting = [n for n in range(1, global_batch_size + 1) if global_batch_size % (n * world_size) == 0]
+        nearest = min(fitting, key=lambda n: abs(n - micro_batch_size), default=None)
+        advice = f"use micro_batch_size={nearest}" if nearest else "use fewer devices or a larger global_batch_size"
+        raise ConfigError(
+            f"global_batch_size={global_batch_size} is not a multiple of micro_batch_size={micro_batch_size} "
+            f"x world_size={world_size}; {advice}"
+        )
+    return global_batch_size // together
+
+
+def check_resolution(resolution: int, *, vae_factor: int, unet_factor: int) -> None:
+    """Refuse a resolution that the VAE and the UNet cannot halve evenly.
+
+    Raises:
+        ConfigError: `resolution` is no positive multiple of `vae_factor` times `unet_factor`.
+    """
+    unit = vae_factor * unet_factor
+    if resolution <= 0 or resolution % unit:
+        lower = max(unit, resolution // unit * unit)
+        raise ConfigError(
+            f"resolution={resolution} cannot be halved evenly: it has to be a multiple of {unit} "
+            f"(VAE factor {vae_factor} x UNet factor {unet_factor}); use {lower} or {lower + unit}"
+        )

@@ -1,0 +1,283 @@
+"""Networks: the frozen parts, the UNet, and whole text-to-image models, from what sdlab ships, a folder or a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from sdlab import runs
+from sdlab.config import ConfigError, Networks, NoiseSchedule, Preset, resolve_path
+
+TINY_DIR = Path(__file__).parent / "assets" / "tiny"
+"""The built-in model as a diffusers pipeline folder, and its judge."""
+
+logging.getLogger("diffusers").setLevel(logging.ERROR)
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The parts that training takes as given: VAE, text encoder and tokenizer, in float32 evaluation mode."""
+
+    vae: AutoencoderKL
+    text_encoder: CLIPTextModel
+    tokenizer: CLIPTokenizer
+    hashes: dict[str, str]
+    """SHA-256 of each part's weights, by part."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.vae.device
+
+    @property
+    def vae_factor(self) -> int:
+        """Pixels a side of one latent."""
+        return 2 ** (len(self.vae.config.block_out_channels) - 1)
+
+    @property
+    def scaling_factor(self) -> float:
+        return float(self.vae.config.scaling_factor)
+
+    @torch.no_grad()
+    def encode_moments(self, pixel_values: Tensor) -> Tensor:
+        """VAE mean and log-variance (B, 2C, h, w) of `pixel_values` (B, 3, H, W) in [-1, 1]."""
+        return self.vae.encode(pixel_values.to(self.device)).latent_dist.parameters
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pictures as `images`, uint8 (B, 3, H, W) on the CPU, of scaled latents (B, C, h, w)."""
+        decoded = self.vae.decode(latents.to(self.device) / self.scaling_factor).sample.float()
+        return ((decoded.clamp(-1, 1) + 1) * 127.5).round().to("cpu", torch.uint8)
+
+    def tokenize(self, captions: Sequence[str]) -> Tensor:
+        """Token ids, int64 (B, L), padded and cut to the encoder's length."""
+        length = self.text_encoder.config.max_position_embeddings
+        return self.tokenizer(list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+
+    def count_tokens(self, captions: Sequence[str]) -> list[int]:
+        """Tokens of each caption before cutting, start and end included."""
+        return [len(ids) for ids in self.tokenizer(list(captions)).input_ids]
+
+    @torch.no_grad()
+    def encode_text(self, token_ids: Tensor) -> Tensor:
+        """`prompt_embeds`, float32 (B, L, D): the last hidden state for token ids (B, L)."""
+        return self.text_encoder(token_ids.to(self.device)).last_hidden_state
+
+    def to(self, device: torch.device | str) -> Frozen:
+        """Move the networks to a device in place."""
+        self.vae.to(device)
+        self.text_encoder.to(device)
+        return self
+
+
+@dataclass(frozen=True)
+class TextToImage:
+    """A model that draws: frozen parts and a UNet, and where its weights come from."""
+
+    frozen: Frozen
+    unet: UNet2DConditionModel
+    networks: Networks
+    name: str
+    """What was asked for: "tiny" or a path."""
+    weights: str
+    """"ema" or "raw"."""
+    step: int
+    """Optimizer steps behind the weights."""
+    weights_hash: str
+    resolution: int = 64
+
+
+def load_frozen(networks: Networks) -> Frozen:
+    """Load VAE, text encoder and tokenizer from what sdlab ships or a folder in diffusers' layout.
+
+    Raises:
+        ConfigError: the folder or one of its parts is not there.
+    """
+    folder = _frozen_folder(networks)
+    return Frozen(
+        vae=_ready(AutoencoderKL.from_pretrained(folder / "vae", local_files_only=True)),
+        text_encoder=_ready(CLIPTextModel.from_pretrained(folder / "text_encoder", local_files_only=True)),
+        tokenizer=CLIPTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True),
+        hashes={part: hash_weights(folder / part) for part in ("vae", "text_encoder")},
+    )
+
+
+def _frozen_folder(networks: Networks) -> Path:
+    folder = TINY_DIR if networks.frozen == "tiny" else resolve_path(networks.frozen)
+    parts = ("vae", "text_encoder", "tokenizer")
+    missing = [part for part in parts if not (folder / part).is_dir()]
+    if missing:
+        raise ConfigError(f"folder {folder} lacks {', '.join(missing)}; give a folder in diffusers' layout with {', '.join(parts)}")
+    return folder
+
+
+def _ready(module: Any) -> Any:
+    return module.float().eval().requires_grad_(False)
+
+
+def hash_weights(folder: Path) -> str:
+    """SHA-256 over the safetensors files of a folder, in order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def build_unet(networks: Networks, *, seed: int = 0) -> UNet2DConditionModel:
+    """A UNet with random weights drawn from `seed`, without touching the global random state.
+
+    Raises:
+        ConfigError: the arguments do not make a UNet.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return UNet2DConditionModel(**networks.unet)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"networks.unet does not make a UNet: {error}") from None
+
+
+def count_unet(networks: Networks) -> int:
+    """Parameters of the UNet, counted without allocating them."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in UNet2DConditionModel(**networks.unet).parameters())
+
+
+def vae_factor(networks: Networks) -> int:
+    """Pixels a side of one latent, read from the config of the frozen VAE."""
+    config = AutoencoderKL.load_config(_frozen_folder(networks) / "vae", local_files_only=True)
+    return 2 ** (len(config["block_out_channels"]) - 1)
+
+
+def unet_factor(networks: Networks) -> int:
+    """How far the UNet shrinks latents: a power of two."""
+    return 2 ** (len(networks.unet.get("block_out_channels", (320, 640, 1280, 1280))) - 1)
+
+
+def count_parameters(preset: Preset) -> dict[str, int]:
+    """Numbers of parameters of `unet`, `vae` and `text_encoders`, counted without allocating them."""
+    folder = _frozen_folder(preset.networks)
+    with torch.device("meta"):
+        built = {
+            "vae": AutoencoderKL.from_config(AutoencoderKL.load_config(folder / "vae")),
+            "text_encoders": CLIPTextModel(CLIPTextModel.config_class.from_pretrained(folder / "text_encoder")),
+        }
+    counts = {name: sum(parameter.numel() for parameter in module.parameters()) for name, module in built.items()}
+    return {"unet": count_unet(preset.networks), **counts}
+
+
+def hand_over(unet: UNet2DConditionModel, weights: Mapping[str, Tensor], *, source: str) -> None:
+    """Copy weights into the UNet; every key has to be there with its shape.
+
+    Raises:
+        ConfigError: missing, surplus or misshapen keys, all of them listed.
+    """
+    own = unet.state_dict()
+    problems = [f"missing {key}" for key in own if key not in weights]
+    problems += [f"unknown {key}" for key in weights if key not in own]
+    problems += [
+        f"{key} is {tuple(weights[key].shape)}, not {tuple(own[key].shape)}"
+        for key in own
+        if key in weights and weights[key].shape != own[key].shape
+    ]
+    if problems:
+        raise ConfigError(f"the weights of {source} do not fit the UNet of this preset ({len(problems)} keys): " + "; ".join(problems))
+    unet.load_state_dict(dict(weights))
+
+
+def load(model: str, *, weights: str = "ema", checkpoint: str | int = "latest") -> TextToImage:
+    """Load a model that draws.
+
+    Args:
+        model: "tiny", a run folder, or a diffusers pipeline folder written by a run.
+        weights: "ema" or "raw", or "auto" for EMA where there is one; a run whose stage keeps no EMA has only "raw".
+        checkpoint: "latest" or an optimizer step of a run folder.
+
+    Raises:
+        ConfigError: nothing of these is there, with what is.
+    """
+    if weights not in ("ema", "raw", "auto"):
+        raise ConfigError(f"weights={weights!r}; allowed are 'ema', 'raw' and 'auto'")
+    folder = TINY_DIR if model == "tiny" else resolve_path(model)
+    if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
+        return _load_run(folder, weights=weights, checkpoint=checkpoint, name=model)
+    if (folder / "unet").is_dir():
+        return _load_pipeline(folder, name=model)
+    raise ConfigError(f"model {model!r}: {folder} is neither a run folder nor a pipeline folder; give one of these or 'tiny'")
+
+
+def _load_run(folder: Path, *, weights: str, checkpoint: str | int, name: str) -> TextToImage:
+    config = runs.read_config(folder)
+    found = runs.find_checkpoint(folder, checkpoint)
+    if weights == "auto":
+        weights = "raw" if config.recipe.ema_decay is None else "ema"
+    path = found / f"{'ema' if weights == 'ema' else 'weights'}.safetensors"
+    if not path.is_file():
+        raise ConfigError(f"checkpoint {found} has no EMA weights (its stage keeps none); use weights='raw'")
+    unet = build_unet(config.networks)
+    hand_over(unet, load_file(path), source=str(path))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return TextToImage(
+        load_frozen(config.networks),
+        _ready(unet),
+        config.networks,
+        name,
+        weights,
+        runs.checkpoint_step(found),
+        digest,
+        config.recipe.resolution,
+    )
+
+
+def _load_pipeline(folder: Path, *, name: str) -> TextToImage:
+    about = json.loads((folder / "sdlab.json").read_text()) if (folder / "sdlab.json").is_file() else {}
+    unet = _ready(UNet2DConditionModel.from_pretrained(folder / "unet", local_files_only=True))
+    scheduler = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
+    noise = NoiseSchedule(**{key: scheduler[key] for key in NoiseSchedule.model_fields})
+    arguments = {key: value for key, value in unet.config.items() if not key.startswith("_")}
+    networks = Networks(frozen=str(folder), unet=arguments, prediction_type=scheduler["prediction_type"], noise_schedule=noise)
+    resolution = about.get("resolution") or unet.config.sample_size * 8
+    return TextToImage(
+        load_frozen(networks),
+        unet,
+        networks,
+        name,
+        about.get("weights", "raw"),
+        about.get("step", 0),
+        hash_weights(folder / "unet"),
+        resolution,
+    )
+
+
+def save_pipeline(folder: Path, model: TextToImage) -> None:
+    """Write a model as a diffusers pipeline folder, with `sdlab.json` saying which weights it holds."""
+    scheduler = DDIMScheduler(
+        **model.networks.noise_schedule.model_dump(),
+        prediction_type=model.networks.prediction_type,
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+    )
+    StableDiffusionPipeline(
+        vae=model.frozen.vae,
+        text_encoder=model.frozen.text_encoder,
+        tokenizer=model.frozen.tokenizer,
+        unet=model.unet,
+        scheduler=scheduler,
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    ).save_pretrained(folder)
+    about = {"weights": model.weights, "step": model.step, "resolution": model.resolution, "weights_hash": model.weights_hash}
+    (folder / "sdlab.json").write_text(json.dumps(about, indent=2) + "\n")

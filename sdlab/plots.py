@@ -1,0 +1,324 @@
+"""Every matplotlib picture of sdlab, as figures that need no pyplot and show themselves in a notebook."""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator
+
+from sdlab import evaluate
+from sdlab.config import resolve_path
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+"""Line colours that also colour-blind readers tell apart."""
+GREY = "#666666"
+Row = Mapping[str, Any]
+
+
+class Picture(Figure):
+    """A figure that notebooks show as PNG although pyplot does not know it."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png")
+        return buffer.getvalue()
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write a figure to `path` in the format of its suffix, making folders as needed, and return the absolute path."""
+    path = resolve_path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def _figure(width: float, height: float, title: str) -> Picture:
+    figure = Picture(figsize=(width, height), dpi=100, facecolor="white", layout="constrained")
+    if title:
+        per_line = max(20, int(width * 10))
+        figure.suptitle(textwrap.fill(plain(title, 3 * per_line), per_line), fontsize=12, parse_math=False)
+    return figure
+
+
+@functools.cache
+def _known_glyphs() -> frozenset[int]:
+    return frozenset(get_font(findfont("DejaVu Sans")).get_charmap())
+
+
+def plain(text: object, limit: int) -> str:
+    """Text that can be drawn: one line, at most `limit` characters, control characters and glyphs that the font lacks replaced."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    shown = "".join(c if ord(c) in _known_glyphs() else "\u25a1" for c in line[: limit + 1])
+    return shown if len(shown) <= limit else shown[: limit - 1].rstrip() + "\u2026"
+
+
+def _label_axes(axes: Axes, title: str, xlabel: str, ylabel: str) -> None:
+    axes.set_title(plain(title, 80), fontsize=11, parse_math=False)
+    axes.set_xlabel(plain(xlabel, 80), parse_math=False)
+    axes.set_ylabel(plain(ylabel, 80), parse_math=False)
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend_below(axes: Axes, columns: int) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        legend = axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=columns, frameon=False, fontsize=9)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+
+
+def fid_clip_curve(
+    rows: Sequence[Row],
+    *,
+    references: Sequence[Row] = (),
+    title: str = "Quality against prompt agreement over the guidance scale",
+    note: str = "",
+) -> Picture:
+    """The FID-CLIP curve of one or several models, with the guidance scale at each point and 95 % intervals on both axes.
+
+    Pictures that the exact reader could read get a second panel: the share that is strictly right over the guidance scale.
+
+    Args:
+        rows: of `evaluate`, all measured alike.
+        references: real pictures and VAE reconstructions, measured alike; one that would crush the curve is named with its numbers instead.
+        title: of the whole.
+        note: a sentence to print below, as from `tables.describe_curve`.
+
+    Raises:
+        ConfigError: no rows, or rows measured in different ways; the differing fields are named.
+    """
+    chosen = evaluate.best(rows)
+    evaluate.refuse_mixed([*rows, *references])
+    readable = evaluate.strict_share(chosen) is not None
+    figure = _figure(12 if readable else 7.5, 5.4 + 0.2 * bool(note), title)
+    panels = figure.subplots(1, 2 if readable else 1, squeeze=False, width_ratios=(1.25, 1)[: 2 if readable else 1])[0]
+    _draw_curve(panels[0], rows, references, chosen)
+    if readable:
+        _draw_strict(panels[1], rows)
+    if note:
+        figure.supxlabel(textwrap.fill(plain(note, 600), 160 if readable else 96), fontsize=9, parse_math=False)
+    return figure
+
+
+def _draw_curve(axes: Axes, rows: Sequence[Row], references: Sequence[Row], chosen: Row) -> None:
+    curves = _curves(rows)
+    for (label, curve), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
+        _draw_points(axes, curve, "o-", label, color=colour, markersize=4)
+    at = "most strictly right" if evaluate.strict_share(chosen) else "lowest distance"
+    ring: dict[str, Any] = {"fmt": "o", "markersize": 13, "fillstyle": "none", "color": "black"}
+    place, label = (chosen["clip_score"], chosen["frechet_distance"]), f"{at}: guidance scale {chosen['guidance_scale']:g}"
+    axes.errorbar(*place, label=label, **ring)
+    limits = axes.get_xlim(), axes.get_ylim()
+    for row, marker in zip(references, itertools.cycle("*Ds^"), strict=False):
+        _draw_reference(axes, row, marker, limits)
+    for curve, colour in zip(curves.values(), itertools.cycle(COLOURS), strict=False):
+        _name_points(axes, curve, colour)
+    extractor = rows[0]["extractor"]
+    _label_axes(
+        axes,
+        f"Guidance scales with 95 % intervals (n = {rows[0]['num_images']}, identity {rows[0]['identity_hash'][:8]})",
+        f"CLIP score ({extractor}, mean cosine, higher is better)",
+        f"Frechet distance ({extractor}, lower is better)",
+    )
+    _legend_below(axes, 1 if max(map(len, curves)) > 32 else 2)
+
+
+def _draw_points(axes: Axes, rows: Sequence[Row], style: str, label: str, **look: Any) -> None:
+    """Points with 95 % intervals: of the distance as bootstrapped, of the CLIP score 1.96 standard errors either way."""
+    x, y = ([row[name] for row in rows] for name in ("clip_score", "frechet_distance"))
+    around = np.array([[row["frechet_distance"] - row["frechet_low"], row["frechet_high"] - row["frechet_distance"]] for row in rows])
+    across = [1.96 * row["clip_score_se"] for row in rows]
+    axes.errorbar(x, y, xerr=across, yerr=around.T.clip(min=0), fmt=style, elinewidth=0.8, label=label, **look)
+
+
+def _draw_reference(axes: Axes, row: Row, marker: str, limits: tuple[tuple[float, float], tuple[float, float]]) -> None:
+    """A reference point, or only its numbers in the legend where drawing it would leave the curve a sixth of an axis or less."""
+    place = row["clip_score"], row["frechet_distance"]
+    label = f"{row['label']} ({place[0]:.3f}, {place[1]:.4f})"
+    shares = [(high - low) / (max(high, value) - min(low, value)) for value, (low, high) in zip(place, limits, strict=True)]
+    if min(shares) > 1 / 6:
+        _draw_points(axes, [row], marker, label, color="black", markersize=8)
+    else:
+        axes.errorbar([], [], fmt=marker, color=GREY, markersize=8, label=f"{label}, outside this view")
+
+
+def _curves(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by model, weights and step, each in order of the guidance scale."""
+    curves: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["guidance_scale"]):
+        name = plain(row["model"], 200)
+        label = f"{name if len(name) <= 32 else chr(0x2026) + name[-31:]} ({row['weights']}, step {row['step']})"
+        curves.setdefault(label, []).append(row)
+    return curves
+
+
+def _name_points(axes: Axes, rows: Sequence[Row], colour: str) -> None:
+    """Write each guidance scale beside its point, at a right angle to the curve and on its outer side."""
+    shown = axes.transData.transform([[row["clip_score"], row["frechet_distance"]] for row in rows])
+    x, y = (shown - shown[0]).T
+    outer = 1 if (x[:-1] * y[1:] - x[1:] * y[:-1]).sum() > 0 else -1
+    along = np.gradient(shown, axis=0) if len(rows) > 1 else np.array([[1.0, 0.0]])
+    normal = outer * np.stack([along[:, 1], -along[:, 0]], axis=1) / np.linalg.norm(along, axis=1, keepdims=True).clip(min=1e-9)
+    for row, offset in zip(rows, 12 * normal, strict=True):
+        place = row["clip_score"], row["frechet_distance"]
+        name = axes.annotate(f"{row['guidance_scale']:g}", place, offset, textcoords="offset points", ha="center", va="center", zorder=5)
+        name.set(fontsize=9, color=colour, path_effects=[withStroke(linewidth=2.5, foreground="white")])
+
+
+def _draw_strict(axes: Axes, rows: Sequence[Row]) -> None:
+    curves = _curves(rows)
+    shares = (("strict_one", "o-", "one object"), ("strict_two", "s--", "two objects"), ("background_right", ":", "background alone"))
+    for key, style, asked in shares:
+        axes.plot([], [], style, markersize=4, color=COLOURS[0] if len(curves) == 1 else GREY, label=asked)
+        for curve, colour in zip(curves.values(), itertools.cycle(COLOURS), strict=False):
+            known = [(row["guidance_scale"], row[key]) for row in curve if row[key] is not None]
+            axes.plot([scale for scale, _ in known], [share for _, share in known], style, markersize=4, color=colour)
+    axes.set_ylim(-0.03, 1.03)
+    _label_axes(axes, "What the exact reader finds right", "guidance scale (1 is off)", "share of pictures found right (higher is better)")
+    _legend_below(axes, 3)
+
+
+def loss_curve(metrics: Sequence[Row], title: str = "Training loss") -> Picture:
+    """Training loss over optimizer steps: every logged value faint, a running mean strong, `val_loss` as dots where rows have it.
+
+    Args:
+        metrics: rows with `step` and `loss`, as in `metrics.jsonl`; rows without a finite loss are left out.
+        title: what was trained.
+    """
+    figure = _figure(8, 4.2, title)
+    axes = figure.subplots()
+    rows = [row for row in metrics if math.isfinite(row.get("loss") or math.nan)]
+    steps, loss = [row["step"] for row in rows], np.array([row["loss"] for row in rows], dtype=float)
+    window = max(1, len(rows) // 20)
+    if rows:
+        axes.plot(steps, loss, color=COLOURS[0], alpha=0.35 if window > 1 else 1, linewidth=1, label="logged steps")
+    else:
+        axes.text(0.5, 0.5, "no finite loss was logged yet", transform=axes.transAxes, ha="center", color=GREY)
+    if window > 1:
+        means = np.convolve(loss, np.ones(window) / window, mode="valid")
+        middle = steps[(window - 1) // 2 :][: len(means)]
+        axes.plot(middle, means, color=COLOURS[0], linewidth=2, label=f"mean of {window} neighbouring values")
+    checked = [row for row in metrics if row.get("val_loss") is not None]
+    if checked:
+        axes.plot([row["step"] for row in checked], [row["val_loss"] for row in checked], "o", color=COLOURS[1], label="validation")
+    _label_axes(axes, "", "optimizer step", "loss: mean squared error (lower is better)")
+    _legend_below(axes, 3)
+    return figure
+
+
+def histogram(values: Sequence[float], title: str, xlabel: str) -> Picture:
+    """How many of `values` fall where; whole numbers get one bar each when there are at most 60 of them.
+
+    Args:
+        values: any count of numbers; those that are not finite are left out and counted in the title.
+        title: what is counted.
+        xlabel: the quantity and its unit.
+    """
+    given = np.asarray(values, dtype=float).reshape(-1)
+    numbers = given[np.isfinite(given)]
+    left_out = f" ({len(given) - len(numbers)} not finite)" if len(numbers) < len(given) else ""
+    figure = _figure(6, 3.4, title + left_out)
+    axes = figure.subplots()
+    if len(numbers):
+        axes.hist(numbers, bins=_bins(numbers), color=COLOURS[0], edgecolor="white", linewidth=0.5)
+    else:
+        axes.text(0.5, 0.5, "nothing to count", transform=axes.transAxes, ha="center", color=GREY)
+    _label_axes(axes, "", xlabel, "count")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def _bins(numbers: np.ndarray) -> Any:
+    low, high = numbers.min(), numbers.max()
+    if np.array_equal(numbers, np.rint(numbers)) and high - low < 60:
+        return np.arange(low - 0.5, high + 1)
+    return min(40, max(10, int(len(numbers) ** 0.5)))
+
+
+def image_grid(images: np.ndarray, row_labels: Sequence[object], column_labels: Sequence[object], title: str = "") -> Picture:
+    """A labelled grid of pictures, small ones enlarged without smoothing.
+
+    Args:
+        images: uint8 (R, C, 3, H, W).
+        row_labels: R texts, shown left of the rows in up to four lines.
+        column_labels: C texts, shown above the columns.
+        title: of the whole.
+
+    Raises:
+        ValueError: the array has another shape or type, or the labels do not fit it.
+    """
+    _check_images(images, dims=5)
+    rows, columns, _, height, width = images.shape
+    if (len(row_labels), len(column_labels)) != (rows, columns):
+        raise ValueError(f"{len(row_labels)} row and {len(column_labels)} column labels do not fit a grid of {rows} x {columns} pictures")
+    cell = max(0.7, min(1.5, 11 / columns))
+    gap, tall = max(1, width // 16), cell * height / width
+    figure = _figure(columns * cell + 2.2, rows * tall + 0.9, title)
+    axes = figure.subplots()
+    axes.imshow(_mosaic(images, gap), interpolation="nearest")
+    axes.set_axis_off()
+    for column, label in enumerate(column_labels):
+        axes.text(column * (width + gap) + width / 2, -gap, plain(label, 16), ha="center", va="bottom", fontsize=10, parse_math=False)
+    for row, label in enumerate(row_labels):
+        wrapped = textwrap.fill(plain(label, 120), 22, max_lines=4, placeholder="\u2026")
+        axes.text(-2 * gap, row * (height + gap) + height / 2, wrapped, ha="right", va="center", fontsize=9, parse_math=False)
+    return figure
+
+
+def contact_sheet(images: np.ndarray, captions: Sequence[object], title: str = "", *, columns: int = 8) -> Picture:
+    """Pictures in reading order, each with the start of its caption below, small ones enlarged without smoothing.
+
+    Args:
+        images: uint8 (N, 3, H, W).
+        captions: N texts of any length and content.
+        title: of the whole.
+        columns: pictures a row.
+
+    Raises:
+        ValueError: the array has another shape or type, or the numbers of pictures and captions differ.
+    """
+    _check_images(images, dims=4)
+    if len(captions) != len(images):
+        raise ValueError(f"{len(captions)} captions for {len(images)} pictures")
+    columns = max(1, min(columns, len(images)))
+    rows = max(1, math.ceil(len(images) / columns))
+    height, width = images.shape[-2:]
+    cell = max(1.35, min(2.2, 11 / columns))
+    figure = _figure(columns * cell, rows * (cell * height / width + 0.55) + 0.5, title)
+    cells = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in cells:
+        axes.set_axis_off()
+    if not len(images):
+        cells[0].text(0.5, 0.5, "no pictures", transform=cells[0].transAxes, ha="center", color=GREY)
+    for axes, image, caption in zip(cells, images, captions, strict=False):
+        axes.imshow(image.transpose(1, 2, 0), interpolation="nearest")
+        per_line = int(cell * 12.5)
+        text = textwrap.fill(plain(caption, 4 * per_line), per_line, max_lines=3, placeholder="\u2026")
+        axes.text(0.5, -0.04, text, transform=axes.transAxes, ha="center", va="top", fontsize=7.5, parse_math=False)
+    return figure
+
+
+def _check_images(images: np.ndarray, *, dims: int) -> None:
+    if images.dtype != np.uint8 or images.ndim != dims or images.shape[-3] != 3:
+        wanted = "(R, C, 3, H, W)" if dims == 5 else "(N, 3, H, W)"
+        raise ValueError(f"images are {images.dtype} {images.shape}; a picture wants uint8 {wanted}")
+
+
+def _mosaic(images: np.ndarray, gap: int) -> np.ndarray:
+    padded = np.pad(images.transpose(0, 1, 3, 4, 2), ((0, 0), (0, 0), (0, gap), (0, gap), (0, 0)), constant_values=255)
+    rows, columns, height, width, _ = padded.shape
+    return padded.transpose(0, 2, 1, 3, 4).reshape(rows * height, columns * width, 3)[: rows * height - gap, : columns * width - gap]

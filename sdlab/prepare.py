@@ -1,0 +1,514 @@
+"""From a person's pictures to a cache that training reads: look at everything, say what is left out and why, encode the rest.
+
+`prepare` decodes every picture whole before anything is encoded. It reads the source and writes only in `data_dir`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field, field_validator
+
+from sdlab import cache, launch, models, presets, sources
+from sdlab.config import ConfigError, Model, build, check_resolution, hint, resolve_path
+from sdlab.models import Frozen
+from sdlab.sources import Checked, Item, Pixels, Source
+
+PIXEL_VERSION = 1
+"""Raised by hand when the same file would give other pixels or tokens; part of every content key."""
+FILTERS = ("min_aspect", "max_aspect")
+"""Bounds on width / height, before any resize."""
+PREFLIGHT = "preflight.json"
+QUARANTINE = "quarantine.jsonl"
+ENCODED_AT_ONCE = {"cpu": 16, "cuda": 64}
+"""Pictures in one pass through the VAE, by device; 16 stay in a CPU's caches and go through a third faster than 64."""
+SAMPLES = 64
+"""Pictures a resolution that are decoded again, to measure what the VAE loses."""
+
+
+class PrepareConfig(Model):
+    """What to prepare, from what, and where."""
+
+    preset: str = "tiny"
+    source: str | list[str] = "scenes"
+    data_dir: str
+    resolution: list[int] = Field([32, 64], min_length=1)
+    """Pixels a side; one number or several."""
+    min_resolution: int | None = Field(None, gt=0)
+    """Pictures whose smaller side has fewer pixels are filtered."""
+    filters: dict[str, float] = Field(default_factory=dict)
+    """`min_aspect` and `max_aspect`: bounds on width / height."""
+    crop: sources.Crop = "center"
+    caption_column: str | None = None
+    num_workers: int = Field(0, ge=0)
+    """Processes that decode; 0 decodes in this one."""
+    max_bad_fraction: float = Field(0.01, ge=0, le=1)
+    """Share of quarantined pictures beyond which nothing is encoded."""
+    limit: int | None = Field(None, gt=0)
+    allow_uncaptioned: bool = False
+    """Keep pictures without a caption; they train the null condition."""
+    seed: int = Field(0, ge=0)
+    """Of drawn scenes and random crops."""
+
+    @field_validator("resolution", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, int) else value
+
+    @field_validator("resolution")
+    @classmethod
+    def _in_order(cls, value: list[int]) -> list[int]:
+        return sorted(set(value))
+
+    @field_validator("filters")
+    @classmethod
+    def _known(cls, value: dict[str, float]) -> dict[str, float]:
+        for name, bound in value.items():
+            if name not in FILTERS:
+                raise ValueError(f"{name!r} is not a known filter{hint(name, FILTERS)}")
+            if not bound > 0:
+                raise ValueError(f"{name} = {bound}; it is width / height and has to be above 0")
+        return value
+
+
+def configure(**values: Any) -> PrepareConfig:
+    """Check what a person gave, all problems together.
+
+    Raises:
+        ConfigError: unknown names, wrong types or values.
+    """
+    return build(PrepareConfig, values, where="what to prepare")
+
+
+def find(config: PrepareConfig) -> Source:
+    """Detect and count the pictures that `config` asks for.
+
+    Raises:
+        ConfigError: a path is not there, or nothing in it is understood.
+    """
+    return sources.open_source(config.source, caption_column=config.caption_column, limit=config.limit, seed=config.seed)
+
+
+def prepare(config: PrepareConfig) -> dict[str, Any]:
+    """Look at every picture of the source, then encode the good ones; what is already there with an equal key is kept.
+
+    Returns:
+        The manifest, as written to `manifest.json`.
+
+    Raises:
+        ConfigError: a resolution that cannot be halved, a source or a `data_dir` that cannot be used, no captions, more bad
+            pictures than `max_bad_fraction`, no picture left, or too little disk.
+    """
+    networks = presets.get(config.preset).networks
+    frozen = models.load_frozen(networks).to("cuda" if torch.cuda.is_available() else "cpu")
+    for resolution in config.resolution:
+        check_resolution(resolution, vae_factor=frozen.vae_factor, unet_factor=models.unet_factor(networks))
+    folder, source = resolve_path(config.data_dir), find(config)
+    _check_data_dir(folder, source)
+    print(source.name)
+    found = preflight(config, source, frozen, folder)
+    _judge(config, source, found, folder)
+    return _encode(config, source, found, frozen, folder)
+
+
+def _check_data_dir(folder: Path, source: Source) -> None:
+    for root in source.roots:
+        if folder.is_relative_to(root):
+            raise ConfigError(f"data_dir {folder} lies in the source {root}, which is never written to; give a folder outside of it")
+    if folder.is_file():
+        raise ConfigError(f"data_dir {folder} is a file; give a folder")
+    cache.read_manifest(folder)
+    report = folder / PREFLIGHT
+    if report.is_file() and '"scanned"' not in report.read_text(encoding="utf-8", errors="replace"):
+        raise ConfigError(f"data_dir {folder} holds a {PREFLIGHT} that sdlab did not write; give another folder")
+
+
+# Preflight
+
+
+@dataclass
+class Found:
+    """What preflight learned: counts by reason, which items are used, and what the cache will be made of."""
+
+    scanned: int = 0
+    filtered: Counter[str] = field(default_factory=Counter)
+    quarantined: Counter[str] = field(default_factory=Counter)
+    captions: Counter[str] = field(default_factory=Counter)
+    used: bytearray = field(default_factory=bytearray)
+    """1 for each item that is used, 0 for the others, in source order."""
+    texts: dict[str, int] = field(default_factory=lambda: {"": 0})
+    """Different captions by their row in the text states; row 0 is the null condition."""
+    content: str = ""
+    """SHA-256 over file bytes and captions of the used pictures."""
+    first_note: str = ""
+    """Why the first picture without a caption has none."""
+
+    def report(self) -> dict[str, Any]:
+        """The fields of `preflight.json`; `scanned` = `used` + sum of `filtered` + sum of `quarantined`."""
+        captions = {name: self.captions[name] for name in ("present", "missing", "empty", "truncated")}
+        counts = {"filtered": dict(sorted(self.filtered.items())), "quarantined": dict(sorted(self.quarantined.items()))}
+        return {"scanned": self.scanned, "used": sum(self.used), **counts, "captions": captions}
+
+
+def preflight(config: PrepareConfig, source: Source, frozen: Frozen, folder: Path) -> Found:
+    """Decode every picture whole; write `preflight.json` and `quarantine.jsonl` to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found, content = Found(), _Content()
+    part = folder / (QUARANTINE + ".partial")
+    batches = sources.map_batches(sources.check_batch, source.items(), num_workers=config.num_workers)
+    with part.open("w", encoding="utf-8") as lines, launch.progress(total=source.count, title="Preflight", unit=" pictures") as bar:
+        for items, results in batches:
+            _count_captions(items, found, frozen)
+            for item, result in zip(items, results, strict=True):
+                _count(item, result, config, found, content, lines)
+            bar.update(len(items))
+    os.replace(part, folder / QUARANTINE)
+    found.content = content.hexdigest()
+    cache.write_json(folder / PREFLIGHT, found.report())
+    return found
+
+
+class _Content:
+    """SHA-256 over (digest of the file, caption) of pictures in order."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, digest: str, caption: str) -> None:
+        self._hash.update(f"{digest} {len(caption)} {caption}\n".encode())
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+
+def _count_captions(items: Sequence[Item], found: Found, frozen: Frozen) -> None:
+    present = [item.caption for item in items if item.caption]
+    longest = frozen.text_encoder.config.max_position_embeddings
+    found.captions["present"] += len(present)
+    found.captions["missing"] += sum(item.caption is None for item in items)
+    found.captions["empty"] += sum(item.caption == "" for item in items)
+    found.captions["truncated"] += sum(count > longest for count in frozen.count_tokens(present)) if present else 0
+
+
+def _count(item: Item, result: Checked, config: PrepareConfig, found: Found, content: _Content, lines: Any) -> None:
+    found.scanned += 1
+    lost = _filter_reason(result.size, config) if result.size else None
+    bad = result.problem or (("no_caption", item.note or _without(item)) if not item.caption and not config.allow_uncaptioned else None)
+    found.used.append(not lost and not bad)
+    if lost:
+        found.filtered[lost] += 1
+    elif bad:
+        found.quarantined[bad[0]] += 1
+        found.first_note = found.first_note or (item.note if bad[0] == "no_caption" else "")
+        lines.write(json.dumps({"path": item.path, "reason": bad[0], "detail": bad[1]}) + "\n")
+    else:
+        found.texts.setdefault(item.caption or "", len(found.texts))
+        content.add(result.digest, item.caption or "")
+
+
+def _without(item: Item) -> str:
+    return "there is no caption" if item.caption is None else "the caption is empty"
+
+
+def _filter_reason(size: tuple[int, int], config: PrepareConfig) -> str | None:
+    height, width = size
+    if config.min_resolution is not None and min(size) < config.min_resolution:
+        return "min_resolution"
+    if width / height < config.filters.get("min_aspect", 0):
+        return "min_aspect"
+    return "max_aspect" if width / height > config.filters.get("max_aspect", float("inf")) else None
+
+
+def _judge(config: PrepareConfig, source: Source, found: Found, folder: Path) -> None:
+    """Stop before any encoding where what was found should not be trained on."""
+    counts = f"{found.scanned:,} pictures of {source.name}"
+    if not found.scanned:
+        raise ConfigError(f"source {config.source!r} holds no pictures; give {sources.UNDERSTOOD}")
+    if not found.captions["present"] and not config.allow_uncaptioned:
+        note = f" ({found.first_note})" if found.first_note else ""
+        raise ConfigError(
+            f"no captions: none of {counts} has one{note}; put a .txt, .caption or .json of the same name beside each picture, "
+            f"or a metadata.jsonl with file_name and caption, or name the field with caption_column, or set allow_uncaptioned"
+        )
+    bad = sum(found.quarantined.values())
+    if bad > config.max_bad_fraction * found.scanned:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in found.quarantined.most_common())
+        raise ConfigError(
+            f"{bad:,} of {counts} cannot be used ({reasons}), more than max_bad_fraction={config.max_bad_fraction} allows; "
+            f"each is named in {folder / QUARANTINE}: repair or remove them, or raise max_bad_fraction"
+        )
+    if not any(found.used):
+        raise ConfigError(
+            f"no picture is left of {counts}: filtered {dict(found.filtered)}, quarantined {dict(found.quarantined)}; loosen the filters"
+        )
+
+
+# Encoding
+
+
+def _encode(config: PrepareConfig, source: Source, found: Found, frozen: Frozen, folder: Path) -> dict[str, Any]:
+    old = cache.read_manifest(folder) or {"resolutions": {}}
+    keys = {r: _content_key(config, found, frozen, r) for r in {*config.resolution, *map(int, old["resolutions"])}}
+    kept = {r: entry for r, entry in old["resolutions"].items() if entry["key"] == keys[int(r)] and _is_whole(folder, old, int(r))}
+    missing = [r for r in config.resolution if str(r) not in kept]
+    _say_plan(old, kept, missing)
+    manifest = {**_describe(config, source, found, frozen), "text": old["text"] if kept else None, "resolutions": kept}
+    if missing:
+        _check_disk(folder, found, frozen, missing, with_text=not kept)
+    cache.write_json(folder / cache.MANIFEST, manifest)
+    for resolution in set(old["resolutions"]) - set(kept):
+        cache.remove_shards(folder / cache.moments_folder(int(resolution)))
+    if not kept:
+        manifest["text"] = _encode_texts(list(found.texts), frozen, folder)
+    if missing:
+        made = _encode_pictures(config, source, found, frozen, folder, missing)
+        entries = kept | {str(r): {"key": keys[r], **entry} for r, entry in made.items()}
+        manifest["resolutions"] = dict(sorted(entries.items(), key=lambda pair: int(pair[0])))
+        cache.write_json(folder / cache.MANIFEST, manifest)
+    return manifest
+
+
+def _content_key(config: PrepareConfig, found: Found, frozen: Frozen, resolution: int) -> str:
+    parts = {
+        "pixel_version": PIXEL_VERSION,
+        "content": found.content,
+        "encoders": frozen.hashes,
+        "resolution": resolution,
+        "crop": config.crop if config.crop == "center" else f"{config.crop} {config.seed}",
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _is_whole(folder: Path, manifest: dict[str, Any], resolution: int) -> bool:
+    try:
+        cache.Cache(folder, manifest, resolution)
+    except ConfigError as error:
+        print(f"made anew: {error}")
+        return False
+    return True
+
+
+def _say_plan(old: Mapping[str, Any], kept: Mapping[str, Any], missing: Sequence[int]) -> None:
+    stale = [r for r in old["resolutions"] if r not in kept]
+    if kept:
+        print(f"already prepared: resolution {', '.join(kept)}")
+    if stale:
+        print(f"removed, made from other pictures or settings: resolution {', '.join(stale)}")
+    if missing:
+        print(f"to encode: resolution {', '.join(map(str, missing))}")
+
+
+def _describe(config: PrepareConfig, source: Source, found: Found, frozen: Frozen) -> dict[str, Any]:
+    report = found.report()
+    return {
+        "schema": cache.SCHEMA,
+        "source": source.name,
+        "config": config.model_dump(),
+        "pixel_version": PIXEL_VERSION,
+        "resize": "lanczos",
+        "transparent_on": "white",
+        "encoders": frozen.hashes,
+        "scaling_factor": frozen.scaling_factor,
+        "counts": {name: report[name] for name in ("scanned", "used", "filtered", "quarantined")},
+        "content": found.content,
+    }
+
+
+def _check_disk(folder: Path, found: Found, frozen: Frozen, resolutions: Sequence[int], *, with_text: bool) -> None:
+    rows = sum(found.used) * sum(2 * int(np.prod(_moments_shape(frozen, r))) + 128 for r in resolutions)
+    text = len(found.texts) * (2 * int(np.prod(_text_shape(frozen))) + 512) if with_text else 0
+    cache.check_disk(folder, rows + text)
+
+
+def _moments_shape(frozen: Frozen, resolution: int) -> tuple[int, int, int]:
+    side = resolution // frozen.vae_factor
+    return 2 * int(frozen.vae.config.latent_channels), side, side
+
+
+def _text_shape(frozen: Frozen) -> tuple[int, int]:
+    return int(frozen.text_encoder.config.max_position_embeddings), int(frozen.text_encoder.config.hidden_size)
+
+
+def _to_half(values: torch.Tensor, *, what: str) -> np.ndarray:
+    """float16 on the CPU.
+
+    Raises:
+        ConfigError: values that float16 cannot hold.
+    """
+    with np.errstate(over="ignore"):
+        half = values.float().cpu().numpy().astype(np.float16)
+    if not np.isfinite(half).all():
+        raise ConfigError(f"{what} reach {float(values.abs().max()):g}, more than float16 holds; the encoder's weights seem damaged")
+    return half
+
+
+def _encode_texts(captions: Sequence[str], frozen: Frozen, folder: Path) -> dict[str, Any]:
+    shape = _text_shape(frozen)
+    lists = {"prompt_embeds": ("float16", shape[0] * shape[1]), "input_ids": ("int32", shape[0])}
+    writer = cache.ShardWriter(folder / cache.TEXT, lists=lists, values={"caption": "string", "num_tokens": "int32"})
+    with launch.progress(total=len(captions), title="Captions", unit=" captions") as bar:
+        for start in range(0, len(captions), sources.BATCH):
+            batch = captions[start : start + sources.BATCH]
+            ids = frozen.tokenize(batch)
+            embeds = _to_half(frozen.encode_text(ids), what="text states")
+            writer.write(
+                {"prompt_embeds": embeds, "input_ids": ids.int().numpy(), "caption": batch, "num_tokens": frozen.count_tokens(batch)}
+            )
+            bar.update(len(batch))
+    return {"count": len(captions), "shape": list(shape), "dtype": "float16", "shards": writer.publish()}
+
+
+def _encode_pictures(
+    config: PrepareConfig, source: Source, found: Found, frozen: Frozen, folder: Path, resolutions: Sequence[int]
+) -> dict[int, dict[str, Any]]:
+    """Moments of the used pictures at each resolution; returns the manifest's entries."""
+    used, content = sum(found.used), _Content()
+    makers = {r: _Moments(folder, r, frozen, count=used) for r in resolutions}
+    work = partial(sources.load_batch, resolutions=tuple(resolutions), crop=config.crop, seed=config.seed)
+    items = itertools.compress(source.items(), found.used)
+    with launch.progress(total=used, title="Encode", unit=" pictures") as bar:
+        for batch, pixels in _unchanged(sources.map_batches(work, items, num_workers=config.num_workers)):
+            for item, digest in zip(batch, pixels.digests, strict=True):
+                content.add(digest, item.caption or "")
+            for maker in makers.values():
+                maker.add(pixels, batch, found.texts)
+            bar.update(len(batch))
+    if content.hexdigest() != found.content:
+        raise ConfigError(f"pictures or captions of {source.name} were changed while they were read; run again")
+    return {r: maker.publish() for r, maker in makers.items()}
+
+
+def _unchanged(batches: Iterator[tuple[list[Item], Pixels]]) -> Iterator[tuple[list[Item], Pixels]]:
+    try:
+        yield from batches
+    except sources.BadPicture as bad:
+        raise ConfigError(f"a picture that was good a moment ago is not any more ({bad.reason}: {bad.detail}); run again") from None
+
+
+class _Moments:
+    """Encodes the pictures of one resolution, writes them, and keeps a sample to measure what the VAE loses."""
+
+    def __init__(self, folder: Path, resolution: int, frozen: Frozen, *, count: int) -> None:
+        self._resolution, self._frozen, self._shape = resolution, frozen, _moments_shape(frozen, resolution)
+        lists = {"moments": ("float16", int(np.prod(self._shape))), "original_size": ("int32", 2), "crop": ("int32", 2)}
+        self._writer = cache.ShardWriter(folder / cache.moments_folder(resolution), lists=lists, values={"text": "int32", "path": "string"})
+        self._wanted = set(np.linspace(0, count - 1, min(SAMPLES, count)).round().astype(int).tolist())
+        self._samples: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._range: dict[str, tuple[float, float]] = {}
+        self._count = self._upscaled = 0
+
+    def add(self, pixels: Pixels, items: Sequence[Item], texts: Mapping[str, int]) -> None:
+        """Encode and write one batch."""
+        images, ids = pixels.images[self._resolution], [texts[item.caption or ""] for item in items]
+        pixel_values = torch.from_numpy(images).float() / 127.5 - 1
+        parts = [self._frozen.encode_moments(part) for part in pixel_values.split(ENCODED_AT_ONCE[self._frozen.device.type])]
+        moments = _to_half(torch.cat(parts), what=f"moments at resolution {self._resolution}")
+        columns = {"moments": moments, "original_size": pixels.original_size, "crop": pixels.crop[self._resolution], "text": ids}
+        self._writer.write({**columns, "path": [item.path for item in items]})
+        mean, log_variance = np.split(moments, 2, axis=1)
+        self._widen(pixel_values=pixel_values.numpy(), mean=mean, log_variance=log_variance)
+        self._samples += [(self._count + i, images[i], mean[i]) for i in range(len(items)) if self._count + i in self._wanted]
+        self._upscaled += int((pixels.original_size.min(1) < self._resolution).sum())
+        self._count += len(items)
+
+    def _widen(self, **arrays: np.ndarray) -> None:
+        for name, values in arrays.items():
+            low, high = self._range.get(name, (np.inf, -np.inf))
+            self._range[name] = (min(low, float(values.min())), max(high, float(values.max())))
+
+    def publish(self) -> dict[str, Any]:
+        """Move the shards to their place and return their entry in the manifest."""
+        images, decoded = self._decode_samples()
+        rows = np.array([row for row, _, _ in self._samples])
+        np.savez(self._writer.partial / "samples.npz", rows=rows, images=images, decoded=decoded)
+        about = {"count": self._count, "shape": list(self._shape), "dtype": "float16", "upscaled": self._upscaled}
+        checked = {
+            "range": {name: list(bounds) for name, bounds in self._range.items()},
+            "psnr_db": round(float(psnr(images, decoded).mean()), 2),
+        }
+        return {**about, **checked, "shards": self._writer.publish()}
+
+    def _decode_samples(self) -> tuple[np.ndarray, np.ndarray]:
+        means = torch.from_numpy(np.stack([mean for _, _, mean in self._samples])).float()
+        return np.stack([image for _, image, _ in self._samples]), self._frozen.decode(means * self._frozen.scaling_factor).numpy()
+
+
+def psnr(images: np.ndarray, decoded: np.ndarray) -> np.ndarray:
+    """Peak signal-to-noise ratio in dB of each pair of uint8 pictures (B, 3, H, W), float64 (B,); equal ones count as 100 dB."""
+    error = ((images.astype(np.float64) - decoded) ** 2).mean(axis=(1, 2, 3))
+    return np.minimum(100.0, 10 * np.log10(255**2 / np.maximum(error, 1e-12)))
+
+
+# What a person looks at
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Training pictures as the UNet's VAE gets them, and what it makes of them."""
+
+    images: np.ndarray
+    """uint8 (n, 3, r, r)."""
+    decoded: np.ndarray
+    """The same after encoding and decoding."""
+    captions: list[str]
+
+    @property
+    def pairs(self) -> np.ndarray:
+        """uint8 (2, n, 3, r, r): `images`, then `decoded`."""
+        return np.stack([self.images, self.decoded])
+
+
+def sample_pictures(data_dir: str | Path, n: int = 24, *, resolution: int | None = None) -> Samples:
+    """Up to `n` of the kept pictures, evenly spread, at `resolution` (None: the largest prepared).
+
+    Raises:
+        ConfigError: the folder or the resolution is not prepared.
+    """
+    manifest = cache.read_manifest(resolve_path(data_dir)) or {"resolutions": {}}
+    opened = cache.open_cache(data_dir, resolution or max(map(int, manifest["resolutions"]), default=0))
+    with np.load(opened.folder / cache.moments_folder(opened.resolution) / "samples.npz") as kept:
+        rows, images, decoded = kept["rows"], kept["images"], kept["decoded"]
+    pick = np.linspace(0, len(rows) - 1, min(n, len(rows))).round().astype(int)
+    return Samples(images[pick], decoded[pick], [opened.captions[row] for row in rows[pick]])
+
+
+def read_preflight(data_dir: str | Path) -> dict[str, Any]:
+    """The content of `preflight.json`."""
+    return json.loads((resolve_path(data_dir) / PREFLIGHT).read_text(encoding="utf-8"))
+
+
+def read_quarantine(data_dir: str | Path, n: int | None = None) -> list[dict[str, str]]:
+    """The first `n` rows (None: all) of `quarantine.jsonl`: `path`, `reason`, `detail`."""
+    with (resolve_path(data_dir) / QUARANTINE).open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in itertools.islice(lines, n)]
+
+
+def quarantined_pictures(config: PrepareConfig, n: int = 16, *, side: int = 64) -> Samples:
+    """The first `n` quarantined pictures, read again; grey where nothing can be decoded, and captioned with path and reason."""
+    rows = {row["path"]: row["reason"] for row in read_quarantine(config.data_dir, n)}
+    items = itertools.islice((item for item in find(config).items() if item.path in rows), len(rows)) if rows else ()
+    shown = [(_tile(item, side), f"{item.path.split('::')[-1]}: {rows[item.path]}") for item in items]
+    images = np.stack([image for image, _ in shown]) if shown else np.empty((0, 3, side, side), np.uint8)
+    return Samples(images, images, [caption for _, caption in shown])
+
+
+def _tile(item: Item, side: int) -> np.ndarray:
+    try:
+        return sources.square_crop(sources.decode(item.read()), side)[0] if item.problem is None else _grey(side)
+    except (sources.BadPicture, OSError):
+        return _grey(side)
+
+
+def _grey(side: int) -> np.ndarray:
+    return np.full((3, side, side), 160, np.uint8)

@@ -1,0 +1,214 @@
+"""Small tables and sentences that notebooks show: HTML where it can be seen, plain text elsewhere, every cell escaped."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sdlab import evaluate, presets
+from sdlab.config import TrainConfig, accumulation_steps
+
+Row = Mapping[str, Any]
+MISSING = "\u2013"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells by row, shown as `shown` does; numbers stand right, text left."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    marked: frozenset[int] = frozenset()
+    """Rows in bold (in text: with a star)."""
+
+    def _repr_html_(self) -> str:
+        head = "".join(_cell("th", name) for name in self.columns)
+        body = "".join(self._line(index, row) for index, row in enumerate(self.rows))
+        return f'<table style="font-size:90%"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+    def _line(self, index: int, row: Sequence[Any]) -> str:
+        style = ' style="font-weight:bold"' if index in self.marked else ""
+        return f"<tr{style}>{''.join(_cell('td', value) for value in row)}</tr>"
+
+    def __repr__(self) -> str:
+        lines = [self.columns, *(tuple(" ".join(shown(value).split()) for value in row) for row in self.rows)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(self.columns))]
+        left = [not all(_is_number(row[column]) for row in self.rows) for column in range(len(self.columns))]
+        marks = ["  ", *("* " if index in self.marked else "  " for index in range(len(self.rows)))]
+        return "\n".join(mark + _padded(line, widths, left) for mark, line in zip(marks, lines, strict=True))
+
+
+def shown(value: Any) -> str:
+    """A value as people read it: a dash for None, thousands apart, four significant digits."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def percent(share: float | None) -> str:
+    """A share in [0, 1] in percent with one decimal; a dash for None."""
+    return MISSING if share is None else f"{100 * share:.1f} %"
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value stands right: no letters, as in 3, "12.5 %" and a dash."""
+    text = shown(value)
+    return bool(text) and not any(letter.isalpha() for letter in text)
+
+
+def _cell(tag: str, value: Any) -> str:
+    return f'<{tag} style="text-align:{"right" if _is_number(value) else "left"}">{html.escape(shown(value))}</{tag}>'
+
+
+def _padded(line: Sequence[str], widths: Sequence[int], left: Sequence[bool]) -> str:
+    cells = (cell.ljust(width) if to_left else cell.rjust(width) for cell, width, to_left in zip(line, widths, left, strict=True))
+    return "  ".join(cells).rstrip()
+
+
+def preflight_table(preflight: Row) -> Table:
+    """What became of every picture that was looked at, and of the captions.
+
+    Args:
+        preflight: content of `preflight.json`.
+    """
+    scanned = preflight["scanned"]
+    parts = [("used", "", preflight["used"])]
+    parts += [(kind, reason, count) for kind in ("filtered", "quarantined") for reason, count in sorted(preflight[kind].items())]
+    parts += [("captions", state, count) for state, count in preflight["captions"].items()]
+    rows = [(what, why, count, percent(count / scanned) if scanned else MISSING) for what, why, count in parts]
+    return Table(("pictures", "why", "count", "share of scanned"), (("scanned", "", scanned, ""), *rows))
+
+
+def run_table(config: TrainConfig) -> Table:
+    """What a run is about to do, field by field with units; fields that were overridden are marked."""
+    recipe, micro = config.recipe, config.micro_batch_size
+    rows: list[tuple[str, Any, str]] = [
+        ("recipe", presets.label(config.preset, config.stage, config.overrides), ""),
+        ("resolution", recipe.resolution, "pixels a side"),
+        ("starts from", config.init_from or "random weights", f"SHA-256 {config.parent_hash[:12]}" if config.parent_hash else ""),
+        ("data_dir", config.data_dir, f"content key {config.data_key[:12]}"),
+        ("max_steps", config.max_steps, "optimizer steps"),
+        ("samples in all", config.max_steps * recipe.global_batch_size, "samples"),
+        ("global_batch_size", recipe.global_batch_size, "samples an optimizer step"),
+        ("micro_batch_size", micro, "samples a forward"),
+        ("accumulation_steps", accumulation_steps(recipe.global_batch_size, micro, world_size=1), "forwards an optimizer step"),
+        ("learning_rate", recipe.learning_rate, f"{recipe.lr_schedule} after {recipe.warmup_steps} steps of warm-up"),
+        ("schedule_steps", recipe.schedule_steps, "optimizer steps"),
+        ("precision", recipe.precision, ""),
+        ("prediction_type", config.networks.prediction_type, ""),
+        ("caption_drop_prob", recipe.caption_drop_prob, "share of captions"),
+        ("ema_decay", recipe.ema_decay, "a step"),
+        ("seed", config.seed, ""),
+    ]
+    marked = frozenset(index for index, (name, _, _) in enumerate(rows) if name in config.overrides)
+    return Table(("setting", "value", "unit"), tuple(rows), marked)
+
+
+def reader_table(verdicts: Sequence[Row]) -> Table:
+    """What the exact reader says of a grid of pictures: a row a prompt, a column a guidance scale.
+
+    Args:
+        verdicts: of `sample.read_grid`: rows with equal names.
+    """
+    columns = tuple(verdicts[0]) if verdicts else ("no prompt is a scene's caption",)
+    return Table(columns, tuple(tuple(verdict[name] for name in columns) for verdict in verdicts))
+
+
+def fid_clip_table(rows: Sequence[Row], references: Sequence[Row] = ()) -> Table:
+    """The numbers behind the curve; the best row is marked, references come last.
+
+    Args:
+        rows: of `evaluate`, all measured alike.
+        references: likewise.
+
+    Raises:
+        ConfigError: no rows, or rows measured in different ways.
+    """
+    evaluate.refuse_mixed([*rows, *references])
+    extractor, best = rows[0]["extractor"] if rows else "", evaluate.best(rows)
+    columns = (
+        *("pictures of", "guidance scale", f"Frechet distance ({extractor})", "95 % interval", "CLIP score (mean cosine)"),
+        *("standard error", "one object right", "two objects right", "background right", "UNet evaluations a picture"),
+    )
+    marked = frozenset(index for index, row in enumerate(rows) if row is best)
+    return Table(columns, tuple(_measured(row) for row in (*rows, *references)), marked)
+
+
+def _measured(row: Row) -> tuple[Any, ...]:
+    who = row["label"] if "label" in row else _curve_name(row)
+    return (
+        *(who, row.get("guidance_scale"), f"{row['frechet_distance']:.4f}", f"{row['frechet_low']:.4f} to {row['frechet_high']:.4f}"),
+        *(f"{row['clip_score']:.4f}", f"{row['clip_score_se']:.4f}"),
+        *(percent(row[name]) for name in ("strict_one", "strict_two", "background_right")),
+        row.get("unet_evaluations"),
+    )
+
+
+def _curve_name(row: Row) -> str:
+    return f"{row['model']} ({row['weights']}, step {row['step']})"
+
+
+def describe_curve(rows: Sequence[Row]) -> str:
+    """What the curve of each model does, in sentences made from its numbers.
+
+    A difference counts as clear when it is more than two standard errors of a difference of independent values, which is cautious here:
+    all scales share prompts and noise.
+
+    Args:
+        rows: of `evaluate`, all measured alike.
+    """
+    curves: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["guidance_scale"]):
+        curves.setdefault(_curve_name(row), []).append(row)
+    return " ".join(_describe(name, curve) for name, curve in curves.items())
+
+
+def _describe(name: str, curve: Sequence[Row]) -> str:
+    nearest = min(curve, key=lambda row: row["frechet_distance"])
+    truest = max(curve, key=lambda row: row["clip_score"])
+    text = f"{name}: the Frechet distance is lowest at guidance scale {nearest['guidance_scale']:g} ({nearest['frechet_distance']:.4f}), "
+    text += f"the CLIP score highest at {truest['guidance_scale']:g} ({truest['clip_score']:.3f})."
+    for end in dict.fromkeys((0, len(curve) - 1)):
+        row, clauses = curve[end], []
+        if row is not nearest:
+            clauses.append(f"the distance is {row['frechet_distance']:.4f} ({_compare(row, nearest, 'frechet_distance', 'frechet_se')})")
+        if row is not truest:
+            clauses.append(f"the CLIP score is {row['clip_score']:.3f} ({_compare(row, truest, 'clip_score', 'clip_score_se')})")
+        if clauses:
+            text += f" At {row['guidance_scale']:g} {' and '.join(clauses)}."
+    return text + _describe_strict(evaluate.best(curve))
+
+
+def _describe_strict(best: Row) -> str:
+    share = evaluate.strict_share(best)
+    if share is None:
+        return ""
+    if share == 0:
+        return " No picture is strictly right at any scale."
+    return f" Most pictures are strictly right at {best['guidance_scale']:g} ({percent(share)} of all)."
+
+
+def _compare(row: Row, other: Row, value: str, error: str) -> str:
+    difference = row[value] - other[value]
+    clear = abs(difference) > 2 * (row[error] ** 2 + other[error] ** 2) ** 0.5
+    return ("clearly higher" if difference > 0 else "clearly lower") if clear else "not clearly different"
+
+
+def describe_held_out(held_out: Row) -> str:
+    """How often the best guidance scale is right on prompts that did not choose it, with counts."""
+    text = f"At guidance scale {held_out['guidance_scale']:g}, on {held_out['num_images']} other prompts: "
+    asked = (("one-object", "strict_one", "num_one_object"), ("two-object", "strict_two", "num_two_objects"))
+    parts = [
+        f"{percent(held_out[share])} of {name} prompts strictly right ({round(held_out[share] * held_out[count])} of {held_out[count]})"
+        for name, share, count in asked
+        if held_out[share] is not None
+    ]
+    if held_out["background_right"] is None:
+        return text + "pictures of this size cannot be read."
+    return text + ", ".join([f"background right in {percent(held_out['background_right'])}", *parts]) + "."

@@ -1,0 +1,120 @@
+import pytest
+
+from sdlab import presets, tables
+from sdlab.config import ConfigError, TrainConfig
+from sdlab.tables import Table
+
+SCALES = [(1.0, 0.027, 0.855), (1.5, 0.020, 0.887), (2.0, 0.0205, 0.886), (8.0, 0.088, 0.780)]
+
+
+def rows(**fields) -> list[dict]:
+    return [
+        {
+            **{"model": "tiny", "weights": "ema", "step": 1400, "guidance_scale": scale, "extractor": "built-in judge", "num_images": 160},
+            **{"frechet_distance": distance, "frechet_low": distance - 0.002, "frechet_high": distance + 0.003, "frechet_se": 0.001},
+            **{"clip_score": score, "clip_score_se": 0.004, "background_right": 0.98125, "unet_evaluations": 10, "identity": {}},
+            **{"strict_one": 0.75, "strict_two": 0.125, "num_one_object": 96, "num_two_objects": 64, **fields},
+        }
+        for scale, distance, score in SCALES
+    ]
+
+
+def test_every_cell_is_escaped():
+    html = Table(("<i>name</i>",), (("<script>alert(1)</script>",),))._repr_html_()
+    assert "<script>" not in html
+    assert "<i>" not in html
+    assert "&lt;script&gt;" in html
+
+
+def test_text_and_html_hold_the_same_cells():
+    table = Table(("name", "count"), (("owls", 12345), ("cats", None)), frozenset({1}))
+    for cell in ("owls", "12,345", "cats", "\u2013"):
+        assert cell in repr(table)
+        assert cell in table._repr_html_()
+    assert "* cats" in repr(table)
+    assert "bold" in table._repr_html_()
+
+
+def test_text_stays_on_one_line_a_row():
+    assert repr(Table(("a",), (("x\ny",), ("z",)))).count("\n") == 2
+
+
+def test_an_empty_table_can_be_shown():
+    assert repr(Table(("a", "bb"), ())).split() == ["a", "bb"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "\u2013"), (True, "yes"), (1500, "1,500"), (0.0015, "0.0015"), (1 / 3, "0.3333"), ("a", "a")],
+)
+def test_values_are_shown_as_people_read_them(value, text):
+    assert tables.shown(value) == text
+
+
+def test_the_preflight_table_accounts_for_every_picture():
+    found = {"scanned": 200, "used": 150, "filtered": {"too_small": 30}, "quarantined": {"broken": 20}}
+    table = tables.preflight_table({**found, "captions": {"present": 190, "missing": 10, "empty": 0, "truncated": 5}})
+    counts = {(row[0], row[1]): row[2] for row in table.rows}
+    assert counts["scanned", ""] == counts["used", ""] + counts["filtered", "too_small"] + counts["quarantined", "broken"]
+    assert "75.0 %" in repr(table)
+
+
+def test_nothing_scanned_is_no_division_by_zero():
+    empty = {"scanned": 0, "used": 0, "filtered": {}, "quarantined": {}, "captions": {}}
+    assert "scanned" in repr(tables.preflight_table(empty))
+
+
+def test_the_run_table_marks_what_was_overridden():
+    preset = presets.get("tiny")
+    changed = {"learning_rate": 1e-4}
+    running = {"max_steps": 10, "micro_batch_size": 8, "save_every": 5, "log_every": 1, "preview_every": 0}
+    recipe = presets.stage(preset, "stage2_64", changed)
+    science = {"preset": "tiny", "stage": "stage2_64", "overrides": changed, "networks": preset.networks, "recipe": recipe}
+    table = tables.run_table(TrainConfig(**science, data_key="0" * 64, data_dir="/data", **running))
+    assert [table.rows[index][0] for index in table.marked] == ["learning_rate"]
+    assert "tiny/stage2_64 + learning_rate" in repr(table)
+    assert ("accumulation_steps", 4, "forwards an optimizer step") in table.rows
+
+
+def test_the_reader_table_has_a_column_a_scale():
+    table = tables.reader_table([{"prompt": "an owl", "1": "right", "8": "wrong: sizes"}])
+    assert table.columns == ("prompt", "1", "8")
+    assert "scene" in repr(tables.reader_table([]))
+
+
+def test_the_curve_table_marks_the_best_row_and_ends_with_the_references():
+    table = tables.fid_clip_table(rows(), [{**rows()[0], "label": "real pictures"}])
+    assert table.marked == {1}
+    assert table.rows[-1][0] == "real pictures"
+    assert "0.0180 to 0.0230" in repr(table)
+    assert "75.0 %" in repr(table)
+
+
+def test_rows_measured_in_different_ways_share_no_table():
+    with pytest.raises(ConfigError, match="solver"):
+        tables.fid_clip_table([*rows(identity={"solver": "plms"}), *rows(identity={"solver": "ddim"})])
+
+
+def test_the_description_says_where_the_extremes_are_and_what_is_clear():
+    text = tables.describe_curve(rows())
+    assert "lowest at guidance scale 1.5 (0.0200), the CLIP score highest at 1.5 (0.887)" in text
+    assert "At 8 the distance is 0.0880 (clearly higher) and the CLIP score is 0.780 (clearly lower)" in text
+    assert "not clearly different" in tables.describe_curve(rows()[1:3])
+    assert "strictly right at 1.5 (50.0 % of all)" in text
+
+
+def test_the_description_names_each_model():
+    text = tables.describe_curve([*rows(), *rows(model="runs/b")])
+    assert text.index("tiny (ema, step 1400):") < text.index("runs/b (ema, step 1400):")
+
+
+def test_a_model_that_draws_nothing_right_is_described_so():
+    assert "No picture is strictly right" in tables.describe_curve(rows(strict_one=0.0, strict_two=0.0))
+    assert "strictly" not in tables.describe_curve(rows(strict_one=None, strict_two=None))
+
+
+def test_held_out_results_come_with_counts():
+    text = tables.describe_held_out(rows()[1])
+    assert "75.0 % of one-object prompts strictly right (72 of 96)" in text
+    assert "12.5 % of two-object prompts strictly right (8 of 64)" in text
+    assert "cannot be read" in tables.describe_held_out(rows(strict_one=None, strict_two=None, background_right=None)[0])

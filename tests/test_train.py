@@ -1,0 +1,188 @@
+"""A run can be stopped, resumed and handed over without changing a bit, and what does not fit stops before work."""
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sdlab import models, presets, runs, train
+from sdlab.config import ConfigError, TrainConfig
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def configure(data: Path, **changes: Any) -> TrainConfig:
+    small = {"preset": "tiny", "stage": "stage1_32", "data_dir": str(data), "global_batch_size": 4, "max_steps": 4, "log_every": 1}
+    return train.configure(**{**small, **changes})
+
+
+def tensors(run: Path) -> dict[str, torch.Tensor]:
+    checkpoint = runs.find_checkpoint(run)
+    return {f"{path.stem}/{key}": value for path in checkpoint.glob("*.safetensors") for key, value in load_file(path).items()}
+
+
+def losses(run: Path) -> list[tuple[int, float, float]]:
+    return [(row["step"], row["loss"], row["learning_rate"]) for row in runs.read_metrics(run)]
+
+
+@pytest.fixture(scope="module")
+def whole(scenes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    torch.set_num_threads(1)
+    assert train.train(configure(scenes_dir), run)["status"] == "done"
+    return run
+
+
+def test_resumed_twice_equals_uninterrupted_bit_for_bit(scenes_dir: Path, whole: Path, tmp_path: Path) -> None:
+    for steps in (1, 3, 4):
+        result = train.train(configure(scenes_dir, max_steps=steps), tmp_path / "run")
+        assert (result["status"], result["step"]) == ("done", steps)
+    assert losses(tmp_path / "run") == losses(whole)
+    there, here = tensors(whole), tensors(tmp_path / "run")
+    assert there.keys() == here.keys() and all(torch.equal(there[key], here[key]) for key in there)
+
+
+def test_a_kill_after_a_checkpoint_computes_the_lost_steps_again(scenes_dir: Path, whole: Path, tmp_path: Path) -> None:
+    train.train(configure(scenes_dir, max_steps=2), tmp_path / "run")
+    for step in (3, 4):
+        runs.append_metrics(tmp_path / "run", {"step": step, "loss": 0.0, "learning_rate": 0.0})
+    train.train(configure(scenes_dir), tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(whole)
+    assert len((tmp_path / "run" / "metrics.discarded.jsonl").read_text().splitlines()) == 2
+
+
+def test_smaller_micro_batches_train_the_same_up_to_rounding(scenes_dir: Path, whole: Path, tmp_path: Path) -> None:
+    train.train(configure(scenes_dir, micro_batch_size=2, max_steps=2), tmp_path / "run")
+    ours, theirs = losses(tmp_path / "run"), losses(whole)[:2]
+    assert [row[1] for row in ours] == pytest.approx([row[1] for row in theirs], rel=2e-2)
+
+
+def test_every_row_of_metrics_says_what_readers_rely_on(whole: Path) -> None:
+    rows = runs.read_metrics(whole)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["samples_seen"] for row in rows] == [4, 8, 12, 16]
+    assert all(row["loss"] > 0 and row["samples_per_second"] > 0 and row["learning_rate"] > 0 for row in rows)
+
+
+def test_the_average_lags_behind_the_weights(whole: Path) -> None:
+    saved = tensors(whole)
+    pairs = [(saved[f"weights/{key}"], saved[f"ema/{key}"]) for key in load_file(runs.find_checkpoint(whole) / "ema.safetensors")]
+    assert any(not torch.equal(raw, average) for raw, average in pairs)
+
+
+def test_the_second_stage_starts_from_the_first_ones_average_and_says_so(scenes_dir: Path, whole: Path, tmp_path: Path) -> None:
+    config = configure(scenes_dir, stage="stage2_64", init_from=str(whole), max_steps=1, overrides={"learning_rate": 1e-12})
+    train.train(config, tmp_path / "run")
+    parent, child = tensors(whole), tensors(tmp_path / "run")
+    names = load_file(runs.find_checkpoint(whole) / "ema.safetensors")
+    assert all(torch.allclose(parent[f"ema/{name}"], child[f"weights/{name}"], atol=1e-6) for name in names)
+    lineage = json.loads((tmp_path / "run" / "lineage.json").read_text())["parent"]
+    assert (lineage["path"], lineage["weights"], lineage["step"]) == (str(whole), "ema", 4)
+    assert lineage["sha256"] == runs.file_hash(runs.find_checkpoint(whole) / "ema.safetensors")
+
+
+def test_the_export_is_a_pipeline_that_loads_again(whole: Path) -> None:
+    from diffusers import StableDiffusionPipeline
+
+    model = models.load(str(whole / "export"))
+    assert (model.weights, model.step, model.resolution) == ("ema", 4, 32)
+    saved = load_file(runs.find_checkpoint(whole) / "ema.safetensors")
+    assert all(torch.equal(value, saved[key]) for key, value in model.unet.state_dict().items())
+    assert StableDiffusionPipeline.from_pretrained(whole / "export").scheduler.config.prediction_type == "v_prediction"
+
+
+def test_an_interrupt_stops_after_the_step_with_a_checkpoint_and_the_run_goes_on(scenes_dir: Path, tmp_path: Path) -> None:
+    def interrupt() -> None:
+        while not runs.read_metrics(tmp_path / "run"):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    result = train.train(configure(scenes_dir, max_steps=10_000), tmp_path / "run")
+    assert result["status"] == "stopped" and 0 < result["step"] < 10_000
+    assert runs.checkpoint_step(runs.find_checkpoint(tmp_path / "run")) == result["step"]
+    again = train.train(configure(scenes_dir, max_steps=result["step"] + 1), tmp_path / "run", resume="must")
+    assert (again["status"], again["step"]) == ("done", result["step"] + 1)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(scenes_dir: Path, tmp_path: Path) -> None:
+    train.train(configure(scenes_dir, max_steps=1), tmp_path / "run")
+    weights = runs.find_checkpoint(tmp_path / "run") / "weights.safetensors"
+    broken = {key: torch.full_like(value, float("nan")) for key, value in load_file(weights).items()}
+    state = {**{name: load_file(weights.with_name(f"{name}.safetensors")) for name in ("ema", "exp_avg", "exp_avg_sq")}, "weights": broken}
+    runs.save_checkpoint(tmp_path / "run", 2, state, {})
+    with pytest.raises(train.TrainingFailed, match="step 3: loss nan"):
+        train.train(configure(scenes_dir, max_steps=4), tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["status"] == "failed" and "step 3" in result["error"]
+
+
+def test_previews_are_drawn_and_leave_the_run_unchanged(scenes_dir: Path, whole: Path, tmp_path: Path) -> None:
+    train.train(configure(scenes_dir, preview_every=2), tmp_path / "run")
+    assert [path.name for path in sorted((tmp_path / "run" / "previews").iterdir())] == ["step-00000002.png", "step-00000004.png"]
+    assert losses(tmp_path / "run") == losses(whole)
+
+
+def test_a_users_preset_file_and_overrides_reach_the_run(scenes_dir: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: tiny\nstages: {stage1_32: {warmup_steps: 0}}\n")
+    config = configure(scenes_dir, preset=str(mine), overrides={"learning_rate": 1e-4}, max_steps=1)
+    train.train(config, tmp_path / "run")
+    assert runs.read_metrics(tmp_path / "run")[0]["learning_rate"] == 1e-4
+    assert runs.read_config(tmp_path / "run").overrides == {"learning_rate": 1e-4, "global_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preset": "tinny"}, "did you mean 'tiny'"),
+        ({"stage": "stage1"}, "did you mean 'stage1_32'"),
+        ({"overrides": {"learning_rat": 1}}, "did you mean 'learning_rate'"),
+        ({"overrides": {"learning_rate": "fast"}}, "learning_rate.*given: 'fast'"),
+        ({"global_batch_size": 32, "micro_batch_size": 5}, "is not a multiple of micro_batch_size=5"),
+        ({"overrides": {"resolution": 40}}, "resolution=40 cannot be halved evenly"),
+        ({"overrides": {"resolution": 48}}, "48"),
+        ({"data_dir": "/nowhere"}, "/nowhere"),
+        ({"stage": "stage2_64"}, "starts from 'stage1_32': give init_from"),
+        ({"init_from": "tiny"}, "starts from random weights"),
+        ({"stage": "stage2_64", "init_from": "/nowhere"}, "neither a run folder nor a pipeline folder"),
+        ({"precision": "16-true"}, "precision.*given: '16-true'"),
+        ({"devices": 2}, "devices"),
+        ({"max_steps": 0}, "max_steps.*given: 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_work(scenes_dir: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configure(scenes_dir, **changes)
+
+
+def test_a_folder_of_another_science_is_refused_unchanged(scenes_dir: Path, whole: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match="seed: there 0, now 1"):
+        train.train(configure(scenes_dir, seed=1), whole)
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()} == before
+
+
+def test_a_unet_of_another_shape_is_not_taken_over(scenes_dir: Path, whole: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "wide.yaml"
+    mine.write_text("extends: tiny\nnetworks: {unet: {block_out_channels: [96, 192]}}\n")
+    config = configure(scenes_dir, preset=str(mine), stage="stage2_64", init_from=str(whole))
+    with pytest.raises(ConfigError, match="do not fit the UNet"):
+        train.train(config, tmp_path / "run")
+
+
+def test_the_tiny_stages_keep_an_average() -> None:
+    assert all(stage.ema_decay for stage in presets.get("tiny").stages.values())
