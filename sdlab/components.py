@@ -40,7 +40,7 @@ class Size(NamedTuple):
     stage2_steps: int
 
 
-SIZES = {"smoke": Size(6, 4, 6, 64, 3, 4), "full": Size(5000, 400, 1500, 16384, 400, 12000)}
+SIZES = {"smoke": Size(6, 4, 6, 64, 3, 4), "full": Size(5000, 400, 1500, 16384, 400, 8000)}
 
 
 def make_tokenizer() -> CLIPTokenizer:

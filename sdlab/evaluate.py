@@ -121,7 +121,7 @@ def evaluate(cfg: EvaluateConfig) -> dict[str, Any]:
         "created": runs.now(),
         "machine": _machine(loaded[0].frozen.device),
         "identity": yardstick.identity,
-        "rows": rows,
+        "rows": _with_differences(rows, folder),
         "references": _references(loaded, yardstick),
         "held_out": checked,
         "notes": _notes(cfg, judge),
@@ -205,9 +205,35 @@ def _row(
     row |= {"unet_evaluations": solvers.evaluations(cfg.solver, cfg.num_inference_steps)}
     sample.tile(drawn, columns=8).save(stem.with_name(stem.name + ".png"))
     arrays = {"features": image_features, "clip_scores": cosines, "pictures": drawn, "prompts": np.array(yardstick.prompts[: len(drawn)])}
+    arrays["influence"] = features.frechet_influence(image_features, yardstick.reference)
     _save_arrays(stem.with_name(stem.name + ".npz"), **arrays, **checks)
     runs.write_json(stem.with_name(stem.name + ".json"), {"key": key, "row": row})
     return row
+
+
+def _with_differences(rows: Sequence[Row], folder: Path) -> list[Row]:
+    """Rows with their distance to the best point of the same model on each axis, and the standard errors of these differences.
+
+    All scales share prompts and noise, so a difference is much surer than its two ends: its error is taken picture by picture.
+    """
+    stored = [np.load((folder / row["contact_sheet"]).with_suffix(".npz")) for row in rows]
+    completed = []
+    for row, arrays in zip(rows, stored, strict=True):
+        same = [index for index, other in enumerate(rows) if other["model"] == row["model"]]
+        lowest = min(same, key=lambda index: rows[index]["frechet_distance"])
+        highest = max(same, key=lambda index: rows[index]["clip_score"])
+        differences = {
+            "frechet_above_lowest": row["frechet_distance"] - rows[lowest]["frechet_distance"],
+            "frechet_above_lowest_se": _standard_error(arrays["influence"] - stored[lowest]["influence"]),
+            "clip_below_highest": rows[highest]["clip_score"] - row["clip_score"],
+            "clip_below_highest_se": _standard_error(arrays["clip_scores"] - stored[highest]["clip_scores"]),
+        }
+        completed.append({**row, **differences})
+    return completed
+
+
+def _standard_error(values: np.ndarray) -> float:
+    return float(values.std(ddof=1, dtype=np.float64) / len(values) ** 0.5)
 
 
 def _kept(path: Path, key: str) -> Row | None:
@@ -222,7 +248,8 @@ def _draw(
     model: models.TextToImage, guidance_scale: float, yardstick: Yardstick, cfg: EvaluateConfig, report: Callable[[int], object]
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], np.ndarray]:
     """Features, CLIP scores, the reader's verdicts and the first pictures; pictures are held for one part of the prompts at a time."""
-    part = cfg.batch_size * max(1, PART // cfg.batch_size)
+    batch_size = min(cfg.batch_size, cfg.num_images)
+    part = batch_size * max(1, PART // batch_size)
     parts = []
     for start in range(0, cfg.num_images, part):
         prompts = yardstick.prompts[start : start + part]
@@ -234,7 +261,7 @@ def _draw(
             seeds=range(first, first + len(prompts)),
             solver=cfg.solver,
             num_inference_steps=cfg.num_inference_steps,
-            batch_size=cfg.batch_size,
+            batch_size=batch_size,
             report=report,
         )
         parts.append((*_look(images, slice(start, start + part), yardstick), images[:SHOWN] if start == 0 else images[:0]))
@@ -260,9 +287,9 @@ def _scores(image_features: np.ndarray, cosines: np.ndarray, checks: Mapping[str
         "frechet_distance": distance,
         "frechet_low": max(0.0, distance + low),
         "frechet_high": distance + high,
-        "frechet_se": float(influence.std(ddof=1) / count**0.5),
+        "frechet_se": _standard_error(influence),
         "clip_score": float(cosines.mean(dtype=np.float64)),
-        "clip_score_se": float(cosines.std(ddof=1, dtype=np.float64) / count**0.5),
+        "clip_score_se": _standard_error(cosines),
         **_shares(checks),
         "num_images": count,
         "extractor": yardstick.judge.name,

@@ -61,7 +61,7 @@ def run(job: Job, chosen: Sequence[Step]) -> int:
     logging.getLogger("papermill").setLevel(logging.CRITICAL)
     code = DONE
     for step in chosen:
-        if is_done(job, step):
+        if not job.always and is_done(job, step):
             print(f"{_title(job, step)}  already done (to run it again, delete {_near(step.output)})", flush=True)
             continue
         code = _run_step(job, step)

@@ -11,6 +11,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
+def device() -> torch.device:
+    """The device of this process: the first GPU if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def progress(*, total: int, title: str, unit: str, initial: int = 0) -> Any:
     """A tqdm bar with rate and ETA: a widget in JupyterLab, plain lines under the sdlab engine and in scripts."""
     if os.environ.get("SDLAB_HEADLESS"):

@@ -15,8 +15,9 @@ from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNe
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTokenizer
+from transformers.utils.logging import disable_progress_bar
 
-from sdlab import runs
+from sdlab import launch, runs
 from sdlab.config import ConfigError, Networks, NoiseSchedule, Preset, resolve_path
 
 TINY_DIR = Path(__file__).parent / "assets" / "tiny"
@@ -24,6 +25,7 @@ TINY_DIR = Path(__file__).parent / "assets" / "tiny"
 
 logging.getLogger("diffusers").setLevel(logging.ERROR)
 logging.getLogger("transformers").setLevel(logging.ERROR)
+disable_progress_bar()
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class TextToImage:
 
 
 def load_frozen(networks: Networks) -> Frozen:
-    """Load VAE, text encoder and tokenizer from what sdlab ships or a folder in diffusers' layout.
+    """Load VAE, text encoder and tokenizer from what sdlab ships or a folder in diffusers' layout, onto the GPU if there is one.
 
     Raises:
         ConfigError: the folder or one of its parts is not there.
@@ -110,7 +112,7 @@ def load_frozen(networks: Networks) -> Frozen:
         text_encoder=_ready(CLIPTextModel.from_pretrained(folder / "text_encoder", local_files_only=True)),
         tokenizer=CLIPTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True),
         hashes={part: hash_weights(folder / part) for part in ("vae", "text_encoder")},
-    )
+    ).to(launch.device())
 
 
 def _frozen_folder(networks: Networks) -> Path:
@@ -186,22 +188,19 @@ def hand_over(unet: UNet2DConditionModel, weights: Mapping[str, Tensor], *, sour
     own = unet.state_dict()
     problems = [f"missing {key}" for key in own if key not in weights]
     problems += [f"unknown {key}" for key in weights if key not in own]
-    problems += [
-        f"{key} is {tuple(weights[key].shape)}, not {tuple(own[key].shape)}"
-        for key in own
-        if key in weights and weights[key].shape != own[key].shape
-    ]
+    shapes = {key: (tuple(weights[key].shape), tuple(own[key].shape)) for key in own if key in weights}
+    problems += [f"{key} is {given}, not {wanted}" for key, (given, wanted) in shapes.items() if given != wanted]
     if problems:
         raise ConfigError(f"the weights of {source} do not fit the UNet of this preset ({len(problems)} keys): " + "; ".join(problems))
     unet.load_state_dict(dict(weights))
 
 
 def load(model: str, *, weights: str = "ema", checkpoint: str | int = "latest") -> TextToImage:
-    """Load a model that draws.
+    """Load a model that draws, onto the GPU if there is one.
 
     Args:
         model: "tiny", a run folder, or a diffusers pipeline folder written by a run.
-        weights: "ema" or "raw", or "auto" for EMA where there is one; a run whose stage keeps no EMA has only "raw".
+        weights: "ema" or "raw", or "auto" for EMA where there is one; a stage without EMA has only "raw", a pipeline only one of them.
         checkpoint: "latest" or an optimizer step of a run folder.
 
     Raises:
@@ -213,51 +212,58 @@ def load(model: str, *, weights: str = "ema", checkpoint: str | int = "latest") 
     if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
         return _load_run(folder, weights=weights, checkpoint=checkpoint, name=model)
     if (folder / "unet").is_dir():
-        return _load_pipeline(folder, name=model)
+        return _load_pipeline(folder, weights=weights, name=model)
     raise ConfigError(f"model {model!r}: {folder} is neither a run folder nor a pipeline folder; give one of these or 'tiny'")
 
 
 def _load_run(folder: Path, *, weights: str, checkpoint: str | int, name: str) -> TextToImage:
     config = runs.read_config(folder)
     found = runs.find_checkpoint(folder, checkpoint)
-    if weights == "auto":
-        weights = "raw" if config.recipe.ema_decay is None else "ema"
-    path = found / f"{'ema' if weights == 'ema' else 'weights'}.safetensors"
-    if not path.is_file():
+    kept = "raw" if config.recipe.ema_decay is None else "ema"
+    chosen = kept if weights == "auto" else weights
+    if (chosen, kept) == ("ema", "raw"):
         raise ConfigError(f"checkpoint {found} has no EMA weights (its stage keeps none); use weights='raw'")
+    path = found / ("ema.safetensors" if chosen == "ema" else "weights.safetensors")
     unet = build_unet(config.networks)
     hand_over(unet, load_file(path), source=str(path))
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return TextToImage(
-        load_frozen(config.networks),
-        _ready(unet),
-        config.networks,
-        name,
-        weights,
-        runs.checkpoint_step(found),
-        digest,
-        config.recipe.resolution,
+        frozen=load_frozen(config.networks),
+        unet=_ready(unet).to(launch.device()),
+        networks=config.networks,
+        name=name,
+        weights=chosen,
+        step=runs.checkpoint_step(found),
+        weights_hash=runs.file_hash(path),
+        resolution=config.recipe.resolution,
     )
 
 
-def _load_pipeline(folder: Path, *, name: str) -> TextToImage:
-    about = json.loads((folder / "sdlab.json").read_text()) if (folder / "sdlab.json").is_file() else {}
+def _load_pipeline(folder: Path, *, weights: str, name: str) -> TextToImage:
+    about = _read_json(folder / "sdlab.json")
+    if weights not in ("auto", about["weights"]):
+        raise ConfigError(f"pipeline {folder} holds the {about['weights']!r} weights only; use weights={about['weights']!r}")
     unet = _ready(UNet2DConditionModel.from_pretrained(folder / "unet", local_files_only=True))
-    scheduler = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
+    scheduler = _read_json(folder / "scheduler" / "scheduler_config.json")
     noise = NoiseSchedule(**{key: scheduler[key] for key in NoiseSchedule.model_fields})
     arguments = {key: value for key, value in unet.config.items() if not key.startswith("_")}
     networks = Networks(frozen=str(folder), unet=arguments, prediction_type=scheduler["prediction_type"], noise_schedule=noise)
-    resolution = about.get("resolution") or unet.config.sample_size * 8
     return TextToImage(
-        load_frozen(networks),
-        unet,
-        networks,
-        name,
-        about.get("weights", "raw"),
-        about.get("step", 0),
-        hash_weights(folder / "unet"),
-        resolution,
+        frozen=load_frozen(networks),
+        unet=unet.to(launch.device()),
+        networks=networks,
+        name=name,
+        weights=about["weights"],
+        step=about["step"],
+        weights_hash=hash_weights(folder / "unet"),
+        resolution=about["resolution"],
     )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); give a pipeline folder that a run wrote") from None
 
 
 def save_pipeline(folder: Path, model: TextToImage) -> None:

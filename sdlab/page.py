@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import re
 import string
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,21 +62,32 @@ def _row(step: PageStep) -> str:
     time = clock(step.duration_s) if step.duration_s is not None else ""
     kind = step.status if step.status in ("done", "failed", "stopped") else "open"
     name, notebook, status = html.escape(step.name), html.escape(step.notebook), html.escape(step.status)
-    return f'<tr><td>{name}</td><td>{notebook}</td><td class="{kind}">{status}</td><td class="number">{time}</td></tr>\n'
+    cells = f'<td><a href="#{name}">{name}</a></td><td>{notebook}</td><td class="{kind}">{status}</td><td class="number">{time}</td>'
+    return f"<tr>{cells}</tr>\n"
 
 
 def _section(step: PageStep, folder: Path) -> str:
     cells = json.loads(step.output.read_text(encoding="utf-8"))["cells"]
     errors = "".join(f"<pre>{html.escape(text)}</pre>\n" for text in _errors(cells))
     figures = "".join(_figure(caption, data) for caption, data in _pictures(cells, step.name))
+    name = html.escape(step.name)
     link = quote(step.output.relative_to(folder).as_posix())
     body = errors + (f'<div class="figures">\n{figures}</div>\n' if figures else "")
-    return f'<section>\n<h2>{html.escape(step.name)}<a href="{link}">executed notebook</a></h2>\n{body}</section>\n' if body else ""
+    return f'<section id="{name}">\n<h2>{name}<a href="{link}">executed notebook</a></h2>\n{body}</section>\n' if body else ""
 
 
 def _figure(caption: str, data: str) -> str:
     text = html.escape(caption)
-    return f'<figure><figcaption>{text}</figcaption><img alt="{text}" src="data:image/png;base64,{html.escape(data)}"></figure>\n'
+    image = f'<img alt="{text}" src="data:image/png;base64,{html.escape(data)}">'
+    return f'<figure class="{_shape(data)}"><figcaption>{text}</figcaption>{image}</figure>\n'
+
+
+def _shape(data: str) -> str:
+    """How a figure is laid out, from the size in the PNG's header: small ones side by side, others half a page or a whole one."""
+    width, height = struct.unpack(">II", base64.b64decode(data[:32])[16:24])
+    if width < 540:
+        return "small"
+    return "wide" if width > 2 * height else "half"
 
 
 def _pictures(cells: Sequence[Any], caption: str) -> Iterator[tuple[str, str]]:

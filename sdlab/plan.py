@@ -70,6 +70,8 @@ class Job:
     cwd: Path
     """Where kernels run: relative parameters start here."""
     steps: tuple[Step, ...]
+    always: bool = False
+    """Run also what is done."""
 
 
 def plan(job_file: str | Path, *, out: str | Path | None = None, sets: Sequence[str] = ()) -> Job:
@@ -101,7 +103,7 @@ def plan_notebook(notebook: str | Path, given: Mapping[str, Any], *, out: str | 
     path = resolve_path(notebook)
     folder = resolve_path(out) if out is not None else project(path) / "papermill_runs" / "out" / path.stem / time.strftime("%Y%m%d-%H%M%S")
     entry = _Entry(path.stem, path.stem, str(path), dict(given), ())
-    return Job(path.stem, folder, Path.cwd(), (_step(entry, path, folder=folder, cwd=Path.cwd(), digests={}),))
+    return Job(path.stem, folder, Path.cwd(), (_step(entry, path, folder=folder, cwd=Path.cwd(), digests={}),), always=True)
 
 
 def project(path: Path) -> Path:

@@ -118,7 +118,7 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     _check_data_dir(folder, source)
     print(source.name)
     found = preflight(config, source, frozen, folder)
-    _judge(config, source, found, folder)
+    _judge(config, found, folder)
     return _encode(config, source, found, frozen, folder)
 
 
@@ -230,9 +230,9 @@ def _filter_reason(size: tuple[int, int], config: PrepareConfig) -> str | None:
     return "max_aspect" if width / height > config.filters.get("max_aspect", float("inf")) else None
 
 
-def _judge(config: PrepareConfig, source: Source, found: Found, folder: Path) -> None:
+def _judge(config: PrepareConfig, found: Found, folder: Path) -> None:
     """Stop before any encoding where what was found should not be trained on."""
-    counts = f"{found.scanned:,} pictures of {source.name}"
+    counts = f"the {found.scanned:,} pictures in {config.source!r}"
     if not found.scanned:
         raise ConfigError(f"source {config.source!r} holds no pictures; give {sources.UNDERSTOOD}")
     if not found.captions["present"] and not config.allow_uncaptioned:

@@ -101,10 +101,11 @@ def _counter(on_evaluation: OnEvaluation | None, *, total: int) -> Callable[[], 
 
 def encode_prompts(model: models.TextToImage, prompts: Sequence[str], *, batch_size: int) -> Tensor:
     """`prompt_embeds`, float32 (B, L, D) on the UNet's device; each different text is encoded once, `batch_size` a forward."""
-    unique = list(dict.fromkeys(prompts))
+    places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
+    unique = list(places)
     batches = [_filled(unique[start : start + batch_size], batch_size) for start in range(0, len(unique), batch_size)]
     encoded = torch.cat([model.frozen.encode_text(model.frozen.tokenize(batch)) for batch in batches])
-    return encoded[[unique.index(prompt) for prompt in prompts]].to(model.unet.device)
+    return encoded[[places[prompt] for prompt in prompts]].to(model.unet.device)
 
 
 def draw_noise(model: models.TextToImage, seeds: Sequence[int]) -> Tensor:

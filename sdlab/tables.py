@@ -157,8 +157,7 @@ def _curve_name(row: Row) -> str:
 def describe_curve(rows: Sequence[Row]) -> str:
     """What the curve of each model does, in sentences made from its numbers.
 
-    A difference counts as clear when it is more than two standard errors of a difference of independent values, which is cautious here:
-    all scales share prompts and noise.
+    A difference to the best point counts as clear when it is more than two of its standard errors, taken picture by picture.
 
     Args:
         rows: of `evaluate`, all measured alike.
@@ -177,9 +176,9 @@ def _describe(name: str, curve: Sequence[Row]) -> str:
     for end in dict.fromkeys((0, len(curve) - 1)):
         row, clauses = curve[end], []
         if row is not nearest:
-            clauses.append(f"the distance is {row['frechet_distance']:.4f} ({_compare(row, nearest, 'frechet_distance', 'frechet_se')})")
+            clauses.append(f"the distance is {row['frechet_distance']:.4f} ({_clearly(row, 'frechet_above_lowest', 'higher')})")
         if row is not truest:
-            clauses.append(f"the CLIP score is {row['clip_score']:.3f} ({_compare(row, truest, 'clip_score', 'clip_score_se')})")
+            clauses.append(f"the CLIP score is {row['clip_score']:.3f} ({_clearly(row, 'clip_below_highest', 'lower')})")
         if clauses:
             text += f" At {row['guidance_scale']:g} {' and '.join(clauses)}."
     return text + _describe_strict(evaluate.best(curve))
@@ -194,10 +193,8 @@ def _describe_strict(best: Row) -> str:
     return f" Most pictures are strictly right at {best['guidance_scale']:g} ({percent(share)} of all)."
 
 
-def _compare(row: Row, other: Row, value: str, error: str) -> str:
-    difference = row[value] - other[value]
-    clear = abs(difference) > 2 * (row[error] ** 2 + other[error] ** 2) ** 0.5
-    return ("clearly higher" if difference > 0 else "clearly lower") if clear else "not clearly different"
+def _clearly(row: Row, difference: str, direction: str) -> str:
+    return f"clearly {direction}" if row[difference] > 2 * row[f"{difference}_se"] else "not clearly different"
 
 
 def describe_held_out(held_out: Row) -> str:

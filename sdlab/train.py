@@ -141,7 +141,7 @@ def train(config: TrainConfig, run_dir: str | Path, *, resume: runs.Resume = "au
     checkpoint = runs.open_run(folder, config, resume=resume, lineage=_lineage(config, parent))
     state = _restore(config, parent, checkpoint)
     runs.rewind_metrics(folder, state.step)
-    frozen = models.load_frozen(config.networks).to(state.fabric.device)
+    frozen = models.load_frozen(config.networks)
     started = time.monotonic()
     try:
         with launch.attention(state.fabric.device), _interrupt_asks_to_stop(folder):

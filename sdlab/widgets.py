@@ -21,6 +21,7 @@ from sdlab.config import ConfigError
 Interactive = Literal["auto"] | bool
 MOST_PICTURES = 16
 COLUMNS = 4
+KNOB_WIDTH = "270px"
 
 
 def interactive_wanted(interactive: Interactive) -> bool:
@@ -49,10 +50,11 @@ class Request:
     def __str__(self) -> str:
         evaluations = solvers.evaluations(self.solver, self.num_inference_steps)
         seeds = f"seed {self.seed}" if self.pictures == 1 else f"seeds {self.seed} to {self.seed + self.pictures - 1}"
+        steps = f"{self.num_inference_steps} step{'s' if self.num_inference_steps > 1 else ''}"
         negative = f", away from \u201c{self.negative_prompt}\u201d" if self.negative_prompt else ""
         return (
-            f"\u201c{self.prompt}\u201d{negative}: guidance {self.guidance_scale:g}, {self.solver}, {self.num_inference_steps} steps "
-            f"({evaluations} UNet evaluations), {seeds}"
+            f"\u201c{self.prompt}\u201d{negative}: guidance {self.guidance_scale:g}, {self.solver}, {steps} "
+            f"({evaluations} UNet evaluation{'s' if evaluations > 1 else ''}), {seeds}"
         )
 
 
@@ -132,7 +134,8 @@ class Panel(ipywidgets.VBox):
         super().__init__([self._title(), *self._arranged()])
 
     def _make_knobs(self, request: Request) -> None:
-        wide, narrow = ({"style": {"description_width": "110px"}, "layout": {"width": width}} for width in ("100%", "330px"))
+        wide = {"style": {"description_width": "110px"}, "layout": {"width": "auto"}}
+        narrow = {"style": {"description_width": "70px"}, "layout": {"width": KNOB_WIDTH}}
         late = {"continuous_update": False}
         most_steps = min(100, self.model.networks.noise_schedule.num_train_timesteps)
         scale, steps = request.guidance_scale, request.num_inference_steps
@@ -153,8 +156,8 @@ class Panel(ipywidgets.VBox):
 
     def _arranged(self) -> list[ipywidgets.Widget]:
         prompt, negative_prompt, *others = self.knobs.values()
-        buttons = ipywidgets.HBox([self.draw_button, self.stop_button], layout={"width": "330px"})
-        left = ipywidgets.VBox([*others, buttons], layout={"flex": "0 0 auto", "margin": "0 16px 0 0"})
+        buttons = ipywidgets.HBox([self.draw_button, self.stop_button], layout={"width": KNOB_WIDTH})
+        left = ipywidgets.VBox([*others, buttons], layout={"flex": "0 0 auto", "margin": "0 12px 0 0"})
         return [prompt, negative_prompt, self.status, ipywidgets.HBox([left, self.picture], layout={"flex_flow": "row wrap"})]
 
     @property

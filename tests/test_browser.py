@@ -147,7 +147,7 @@ def test_knobs_draw_again_stop_stops_and_hostile_prompts_stay_text(page):
     page.keyboard.press("Tab")
     steps.focus()
     page.keyboard.press("Home")
-    expect(panel.get_by_text("1 steps (1 UNet evaluations)")).to_be_visible()
+    expect(panel.get_by_text("1 step (1 UNet evaluation)")).to_be_visible()
 
     prompt = panel.locator("input[type=text]").first
     prompt.fill('<img src=x onerror="window.hacked = 1">')

@@ -85,6 +85,18 @@ def test_all_scales_share_prompts_and_noise_and_held_out_prompts_share_neither(t
     assert held_out[0] == results["held_out"]["guidance_scale"] == evaluate.best(results["rows"])["guidance_scale"]
 
 
+def test_differences_to_the_best_point_are_surer_than_their_ends(tmp_path, painter):
+    rows = evaluate.evaluate(configure(tmp_path))["rows"]
+    lowest = min(rows, key=lambda row: row["frechet_distance"])
+    highest = max(rows, key=lambda row: row["clip_score"])
+    assert (lowest["frechet_above_lowest"], lowest["frechet_above_lowest_se"]) == (0, 0)
+    for row in rows:
+        assert row["frechet_above_lowest"] == row["frechet_distance"] - lowest["frechet_distance"]
+        assert row["frechet_above_lowest_se"] < row["frechet_se"]
+        assert row["clip_below_highest"] == highest["clip_score"] - row["clip_score"]
+        assert row["clip_below_highest_se"] < (row["clip_score_se"] ** 2 + highest["clip_score_se"] ** 2) ** 0.5
+
+
 def test_parts_of_the_prompts_make_the_same_row_as_the_whole(tmp_path, painter, monkeypatch):
     whole = evaluate.evaluate(configure(tmp_path / "whole", guidance_scales=[2]))
     monkeypatch.setattr(evaluate, "PART", 8)
@@ -102,7 +114,7 @@ def test_a_killed_study_goes_on_where_it_was_and_ends_with_the_same_rows(tmp_pat
     painter.asked.clear()
     painter.dies_at = -1
     resumed = evaluate.evaluate(configure(tmp_path / "killed"))
-    assert [scale for scale, _, _ in painter.asked] == [4, 1]
+    assert [scale for scale, _, _ in painter.asked] == [4, whole["held_out"]["guidance_scale"]]
     assert resumed["rows"] == whole["rows"]
     assert resumed["held_out"] == whole["held_out"]
 

@@ -233,6 +233,12 @@ def test_an_interrupted_cell_stops_a_job_resumably(project):
     assert (project / "there" / "index.html").is_file()
 
 
+def test_one_notebook_runs_again_even_into_the_same_folder(project, capsys):
+    for _ in range(2):
+        assert jobs.main(["notebooks/a.ipynb", "--out", "there"]) == 0
+        assert "a  done in" in capsys.readouterr().out
+
+
 def test_the_line_of_progress_shows_cell_rate_and_time_left(monkeypatch, capsys):
     line = jobs._Line("[3/5] train_2")
     line.update(Progress(5, 8, "train:  62%|######2   | 62/100 [01:02<00:41, 212.00samples/s]"))

@@ -13,6 +13,8 @@ def rows(**fields) -> list[dict]:
             **{"model": "tiny", "weights": "ema", "step": 1400, "guidance_scale": scale, "extractor": "built-in judge", "num_images": 160},
             **{"frechet_distance": distance, "frechet_low": distance - 0.002, "frechet_high": distance + 0.003, "frechet_se": 0.001},
             **{"clip_score": score, "clip_score_se": 0.004, "background_right": 0.98125, "unet_evaluations": 10, "identity": {}},
+            **{"frechet_above_lowest": distance - 0.020, "frechet_above_lowest_se": 0.001},
+            **{"clip_below_highest": 0.887 - score, "clip_below_highest_se": 0.002},
             **{"strict_one": 0.75, "strict_two": 0.125, "num_one_object": 96, "num_two_objects": 64, **fields},
         }
         for scale, distance, score in SCALES
