@@ -159,13 +159,6 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON whole or not at all."""
-    part = path.with_name(path.name + ".partial")
-    part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(part, path)
-
-
 class ShardWriter:
     """Writes a folder of Arrow shards beside its place; `publish` moves it there.
 

@@ -1,4 +1,4 @@
-"""The words of sdlab: frozen, checked models of presets and runs, and the arithmetic of batches."""
+"""The words of sdlab: frozen, checked models of presets, data and runs, and the arithmetic of batches."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 PredictionType = Literal["epsilon", "v_prediction", "sample"]
 Precision = Literal["32-true", "bf16-mixed"]
+Crop = Literal["center", "random"]
+FILTERS = ("min_aspect", "max_aspect")
+"""Bounds on width / height, before any resize."""
 
 
 class ConfigError(ValueError):
@@ -137,6 +140,51 @@ class Preset(Model):
             if stage.parent is not None and stage.parent not in self.stages:
                 raise ValueError(f"stage {name!r} has parent {stage.parent!r}{hint(stage.parent, self.stages)}")
         return self
+
+
+class PrepareConfig(Model):
+    """What to prepare, from what, and where."""
+
+    preset: str = "tiny"
+    source: str | list[str] = "scenes"
+    data_dir: str
+    resolution: list[int] = Field([32, 64], min_length=1)
+    """Pixels a side; one number or several."""
+    min_resolution: int | None = Field(None, gt=0)
+    """Pictures whose smaller side has fewer pixels are filtered."""
+    filters: dict[str, float] = Field(default_factory=dict)
+    """`min_aspect` and `max_aspect`: bounds on width / height."""
+    crop: Crop = "center"
+    caption_column: str | None = None
+    num_workers: int = Field(0, ge=0)
+    """Processes that decode; 0 decodes in this one."""
+    max_bad_fraction: float = Field(0.01, ge=0, le=1)
+    """Share of quarantined pictures beyond which nothing is encoded."""
+    limit: int | None = Field(None, gt=0)
+    allow_uncaptioned: bool = False
+    """Keep pictures without a caption; they train the null condition."""
+    seed: int = Field(0, ge=0)
+    """Of drawn scenes and random crops."""
+
+    @field_validator("resolution", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, int) else value
+
+    @field_validator("resolution")
+    @classmethod
+    def _in_order(cls, value: list[int]) -> list[int]:
+        return sorted(set(value))
+
+    @field_validator("filters")
+    @classmethod
+    def _known(cls, value: dict[str, float]) -> dict[str, float]:
+        for name, bound in value.items():
+            if name not in FILTERS:
+                raise ValueError(f"{name!r} is not a known filter{hint(name, FILTERS)}")
+            if not bound > 0:
+                raise ValueError(f"{name} = {bound}; it is width / height and has to be above 0")
+        return value
 
 
 class TrainConfig(Model):

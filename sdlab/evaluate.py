@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from torch.nn import functional as F
 
 from sdlab import features, launch, models, runs, sample, scenes, solvers
-from sdlab.config import ConfigError, Model, resolve_path
+from sdlab.config import ConfigError, Model, Precision, resolve_path
 
 PROMPT_SEED, HELD_OUT_SEED, REFERENCE_SEED = 1_000_001, 2_000_002, 3_000_003
 """Seeds of scenes that no training set uses: of the prompts, of those kept for the best scale, and of the reference pictures."""
@@ -49,6 +49,8 @@ class EvaluateConfig(Model):
     solver: str = "dpmpp_2m"
     num_inference_steps: int = Field(10, ge=1)
     batch_size: int = Field(32, ge=1)
+    precision: Precision = "32-true"
+    """Number format of the UNet's forwards; judge, solver and VAE stay float32."""
     seed: int = Field(0, ge=0)
     """Of prompts and initial noise."""
     study_dir: str = "papermill_runs/out/studies/fid_clip"
@@ -150,7 +152,7 @@ def _yardstick(cfg: EvaluateConfig, judge: features.Judge, resolution: int) -> Y
         "reference_digest": hashlib.sha256(pictures.tobytes()).hexdigest(),
         "solver": cfg.solver,
         "num_inference_steps": cfg.num_inference_steps,
-        "precision": "32-true",
+        "precision": cfg.precision,
     }
     reference = features.Statistics.of(judge.image_features(pictures))
     return _ask(Yardstick(judge, [], resolution, reference, identity), PROMPT_SEED + cfg.seed)
@@ -262,6 +264,7 @@ def _draw(
             solver=cfg.solver,
             num_inference_steps=cfg.num_inference_steps,
             batch_size=batch_size,
+            precision=cfg.precision,
             report=report,
         )
         parts.append((*_look(images, slice(start, start + part), yardstick), images[:SHOWN] if start == 0 else images[:0]))

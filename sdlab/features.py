@@ -151,7 +151,7 @@ def frechet_influence(features: np.ndarray, reference: Statistics) -> np.ndarray
     This is the derivative of the distance in the weight of each picture. Its standard deviation over sqrt(n) is the standard error, and
     resampling it gives a bootstrap interval. Resampling the pictures themselves would not: sets with repeated pictures have poorer
     covariances, which lifts every resampled distance and overstates the error twofold where n is near the width of the features; there
-    this one is still cautious, by up to half. Influences of two sets drawn for the same prompts give the error of their difference.
+    this one is still cautious, by up to 60 %. Influences of two sets drawn for the same prompts give the error of their difference.
 
     Args:
         features: (n, D), n at least 2.

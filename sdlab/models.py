@@ -286,4 +286,4 @@ def save_pipeline(folder: Path, model: TextToImage) -> None:
         requires_safety_checker=False,
     ).save_pretrained(folder)
     about = {"weights": model.weights, "step": model.step, "resolution": model.resolution, "weights_hash": model.weights_hash}
-    (folder / "sdlab.json").write_text(json.dumps(about, indent=2) + "\n")
+    runs.write_json(folder / "sdlab.json", about)

@@ -1,6 +1,6 @@
-"""From a person's pictures to a cache that training reads: look at everything, say what is left out and why, encode the rest.
+"""From a person's pictures to a cache that training reads: preflight, then encode what is good.
 
-`prepare` decodes every picture whole before anything is encoded. It reads the source and writes only in `data_dir`.
+The source is only read; everything is written in `data_dir`.
 """
 
 from __future__ import annotations
@@ -8,78 +8,26 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator
 
-from sdlab import cache, launch, models, presets, sources
-from sdlab.config import ConfigError, Model, build, check_resolution, hint, resolve_path
+from sdlab import cache, launch, models, pictures, preflight, presets, runs
+from sdlab.config import ConfigError, PrepareConfig, build, check_resolution, resolve_path
 from sdlab.models import Frozen
-from sdlab.sources import Checked, Item, Pixels, Source
+from sdlab.pictures import Pixels
+from sdlab.preflight import Found
+from sdlab.sources import Item, Source
 
-PIXEL_VERSION = 1
-"""Raised by hand when the same file would give other pixels or tokens; part of every content key."""
-FILTERS = ("min_aspect", "max_aspect")
-"""Bounds on width / height, before any resize."""
-PREFLIGHT = "preflight.json"
-QUARANTINE = "quarantine.jsonl"
 ENCODED_AT_ONCE = {"cpu": 16, "cuda": 64}
 """Pictures in one pass through the VAE, by device; 16 stay in a CPU's caches and go through a third faster than 64."""
 SAMPLES = 64
 """Pictures a resolution that are decoded again, to measure what the VAE loses."""
-
-
-class PrepareConfig(Model):
-    """What to prepare, from what, and where."""
-
-    preset: str = "tiny"
-    source: str | list[str] = "scenes"
-    data_dir: str
-    resolution: list[int] = Field([32, 64], min_length=1)
-    """Pixels a side; one number or several."""
-    min_resolution: int | None = Field(None, gt=0)
-    """Pictures whose smaller side has fewer pixels are filtered."""
-    filters: dict[str, float] = Field(default_factory=dict)
-    """`min_aspect` and `max_aspect`: bounds on width / height."""
-    crop: sources.Crop = "center"
-    caption_column: str | None = None
-    num_workers: int = Field(0, ge=0)
-    """Processes that decode; 0 decodes in this one."""
-    max_bad_fraction: float = Field(0.01, ge=0, le=1)
-    """Share of quarantined pictures beyond which nothing is encoded."""
-    limit: int | None = Field(None, gt=0)
-    allow_uncaptioned: bool = False
-    """Keep pictures without a caption; they train the null condition."""
-    seed: int = Field(0, ge=0)
-    """Of drawn scenes and random crops."""
-
-    @field_validator("resolution", mode="before")
-    @classmethod
-    def _one_or_several(cls, value: Any) -> Any:
-        return [value] if isinstance(value, int) else value
-
-    @field_validator("resolution")
-    @classmethod
-    def _in_order(cls, value: list[int]) -> list[int]:
-        return sorted(set(value))
-
-    @field_validator("filters")
-    @classmethod
-    def _known(cls, value: dict[str, float]) -> dict[str, float]:
-        for name, bound in value.items():
-            if name not in FILTERS:
-                raise ValueError(f"{name!r} is not a known filter{hint(name, FILTERS)}")
-            if not bound > 0:
-                raise ValueError(f"{name} = {bound}; it is width / height and has to be above 0")
-        return value
 
 
 def configure(**values: Any) -> PrepareConfig:
@@ -89,15 +37,6 @@ def configure(**values: Any) -> PrepareConfig:
         ConfigError: unknown names, wrong types or values.
     """
     return build(PrepareConfig, values, where="what to prepare")
-
-
-def find(config: PrepareConfig) -> Source:
-    """Detect and count the pictures that `config` asks for.
-
-    Raises:
-        ConfigError: a path is not there, or nothing in it is understood.
-    """
-    return sources.open_source(config.source, caption_column=config.caption_column, limit=config.limit, seed=config.seed)
 
 
 def prepare(config: PrepareConfig) -> dict[str, Any]:
@@ -111,14 +50,14 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
             pictures than `max_bad_fraction`, no picture left, or too little disk.
     """
     networks = presets.get(config.preset).networks
-    frozen = models.load_frozen(networks).to("cuda" if torch.cuda.is_available() else "cpu")
+    frozen = models.load_frozen(networks)
     for resolution in config.resolution:
         check_resolution(resolution, vae_factor=frozen.vae_factor, unet_factor=models.unet_factor(networks))
-    folder, source = resolve_path(config.data_dir), find(config)
+    folder, source = resolve_path(config.data_dir), preflight.find(config)
     _check_data_dir(folder, source)
     print(source.name)
-    found = preflight(config, source, frozen, folder)
-    _judge(config, found, folder)
+    found = preflight.preflight(config, source, frozen, folder)
+    preflight.judge(config, found, folder)
     return _encode(config, source, found, frozen, folder)
 
 
@@ -129,132 +68,9 @@ def _check_data_dir(folder: Path, source: Source) -> None:
     if folder.is_file():
         raise ConfigError(f"data_dir {folder} is a file; give a folder")
     cache.read_manifest(folder)
-    report = folder / PREFLIGHT
+    report = folder / preflight.PREFLIGHT
     if report.is_file() and '"scanned"' not in report.read_text(encoding="utf-8", errors="replace"):
-        raise ConfigError(f"data_dir {folder} holds a {PREFLIGHT} that sdlab did not write; give another folder")
-
-
-# Preflight
-
-
-@dataclass
-class Found:
-    """What preflight learned: counts by reason, which items are used, and what the cache will be made of."""
-
-    scanned: int = 0
-    filtered: Counter[str] = field(default_factory=Counter)
-    quarantined: Counter[str] = field(default_factory=Counter)
-    captions: Counter[str] = field(default_factory=Counter)
-    used: bytearray = field(default_factory=bytearray)
-    """1 for each item that is used, 0 for the others, in source order."""
-    texts: dict[str, int] = field(default_factory=lambda: {"": 0})
-    """Different captions by their row in the text states; row 0 is the null condition."""
-    content: str = ""
-    """SHA-256 over file bytes and captions of the used pictures."""
-    first_note: str = ""
-    """Why the first picture without a caption has none."""
-
-    def report(self) -> dict[str, Any]:
-        """The fields of `preflight.json`; `scanned` = `used` + sum of `filtered` + sum of `quarantined`."""
-        captions = {name: self.captions[name] for name in ("present", "missing", "empty", "truncated")}
-        counts = {"filtered": dict(sorted(self.filtered.items())), "quarantined": dict(sorted(self.quarantined.items()))}
-        return {"scanned": self.scanned, "used": sum(self.used), **counts, "captions": captions}
-
-
-def preflight(config: PrepareConfig, source: Source, frozen: Frozen, folder: Path) -> Found:
-    """Decode every picture whole; write `preflight.json` and `quarantine.jsonl` to `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    found, content = Found(), _Content()
-    part = folder / (QUARANTINE + ".partial")
-    batches = sources.map_batches(sources.check_batch, source.items(), num_workers=config.num_workers)
-    with part.open("w", encoding="utf-8") as lines, launch.progress(total=source.count, title="Preflight", unit=" pictures") as bar:
-        for items, results in batches:
-            _count_captions(items, found, frozen)
-            for item, result in zip(items, results, strict=True):
-                _count(item, result, config, found, content, lines)
-            bar.update(len(items))
-    os.replace(part, folder / QUARANTINE)
-    found.content = content.hexdigest()
-    cache.write_json(folder / PREFLIGHT, found.report())
-    return found
-
-
-class _Content:
-    """SHA-256 over (digest of the file, caption) of pictures in order."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-
-    def add(self, digest: str, caption: str) -> None:
-        self._hash.update(f"{digest} {len(caption)} {caption}\n".encode())
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
-
-
-def _count_captions(items: Sequence[Item], found: Found, frozen: Frozen) -> None:
-    present = [item.caption for item in items if item.caption]
-    longest = frozen.text_encoder.config.max_position_embeddings
-    found.captions["present"] += len(present)
-    found.captions["missing"] += sum(item.caption is None for item in items)
-    found.captions["empty"] += sum(item.caption == "" for item in items)
-    found.captions["truncated"] += sum(count > longest for count in frozen.count_tokens(present)) if present else 0
-
-
-def _count(item: Item, result: Checked, config: PrepareConfig, found: Found, content: _Content, lines: Any) -> None:
-    found.scanned += 1
-    lost = _filter_reason(result.size, config) if result.size else None
-    bad = result.problem or (("no_caption", item.note or _without(item)) if not item.caption and not config.allow_uncaptioned else None)
-    found.used.append(not lost and not bad)
-    if lost:
-        found.filtered[lost] += 1
-    elif bad:
-        found.quarantined[bad[0]] += 1
-        found.first_note = found.first_note or (item.note if bad[0] == "no_caption" else "")
-        lines.write(json.dumps({"path": item.path, "reason": bad[0], "detail": bad[1]}) + "\n")
-    else:
-        found.texts.setdefault(item.caption or "", len(found.texts))
-        content.add(result.digest, item.caption or "")
-
-
-def _without(item: Item) -> str:
-    return "there is no caption" if item.caption is None else "the caption is empty"
-
-
-def _filter_reason(size: tuple[int, int], config: PrepareConfig) -> str | None:
-    height, width = size
-    if config.min_resolution is not None and min(size) < config.min_resolution:
-        return "min_resolution"
-    if width / height < config.filters.get("min_aspect", 0):
-        return "min_aspect"
-    return "max_aspect" if width / height > config.filters.get("max_aspect", float("inf")) else None
-
-
-def _judge(config: PrepareConfig, found: Found, folder: Path) -> None:
-    """Stop before any encoding where what was found should not be trained on."""
-    counts = f"the {found.scanned:,} pictures in {config.source!r}"
-    if not found.scanned:
-        raise ConfigError(f"source {config.source!r} holds no pictures; give {sources.UNDERSTOOD}")
-    if not found.captions["present"] and not config.allow_uncaptioned:
-        note = f" ({found.first_note})" if found.first_note else ""
-        raise ConfigError(
-            f"no captions: none of {counts} has one{note}; put a .txt, .caption or .json of the same name beside each picture, "
-            f"or a metadata.jsonl with file_name and caption, or name the field with caption_column, or set allow_uncaptioned"
-        )
-    bad = sum(found.quarantined.values())
-    if bad > config.max_bad_fraction * found.scanned:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in found.quarantined.most_common())
-        raise ConfigError(
-            f"{bad:,} of {counts} cannot be used ({reasons}), more than max_bad_fraction={config.max_bad_fraction} allows; "
-            f"each is named in {folder / QUARANTINE}: repair or remove them, or raise max_bad_fraction"
-        )
-    if not any(found.used):
-        raise ConfigError(
-            f"no picture is left of {counts}: filtered {dict(found.filtered)}, quarantined {dict(found.quarantined)}; loosen the filters"
-        )
-
-
-# Encoding
+        raise ConfigError(f"data_dir {folder} holds a {report.name} that sdlab did not write; give another folder")
 
 
 def _encode(config: PrepareConfig, source: Source, found: Found, frozen: Frozen, folder: Path) -> dict[str, Any]:
@@ -266,7 +82,7 @@ def _encode(config: PrepareConfig, source: Source, found: Found, frozen: Frozen,
     manifest = {**_describe(config, source, found, frozen), "text": old["text"] if kept else None, "resolutions": kept}
     if missing:
         _check_disk(folder, found, frozen, missing, with_text=not kept)
-    cache.write_json(folder / cache.MANIFEST, manifest)
+    runs.write_json(folder / cache.MANIFEST, manifest)
     for resolution in set(old["resolutions"]) - set(kept):
         cache.remove_shards(folder / cache.moments_folder(int(resolution)))
     if not kept:
@@ -275,13 +91,13 @@ def _encode(config: PrepareConfig, source: Source, found: Found, frozen: Frozen,
         made = _encode_pictures(config, source, found, frozen, folder, missing)
         entries = kept | {str(r): {"key": keys[r], **entry} for r, entry in made.items()}
         manifest["resolutions"] = dict(sorted(entries.items(), key=lambda pair: int(pair[0])))
-        cache.write_json(folder / cache.MANIFEST, manifest)
+        runs.write_json(folder / cache.MANIFEST, manifest)
     return manifest
 
 
 def _content_key(config: PrepareConfig, found: Found, frozen: Frozen, resolution: int) -> str:
     parts = {
-        "pixel_version": PIXEL_VERSION,
+        "pixel_version": pictures.PIXEL_VERSION,
         "content": found.content,
         "encoders": frozen.hashes,
         "resolution": resolution,
@@ -315,7 +131,7 @@ def _describe(config: PrepareConfig, source: Source, found: Found, frozen: Froze
         "schema": cache.SCHEMA,
         "source": source.name,
         "config": config.model_dump(),
-        "pixel_version": PIXEL_VERSION,
+        "pixel_version": pictures.PIXEL_VERSION,
         "resize": "lanczos",
         "transparent_on": "white",
         "encoders": frozen.hashes,
@@ -358,8 +174,8 @@ def _encode_texts(captions: Sequence[str], frozen: Frozen, folder: Path) -> dict
     lists = {"prompt_embeds": ("float16", shape[0] * shape[1]), "input_ids": ("int32", shape[0])}
     writer = cache.ShardWriter(folder / cache.TEXT, lists=lists, values={"caption": "string", "num_tokens": "int32"})
     with launch.progress(total=len(captions), title="Captions", unit=" captions") as bar:
-        for start in range(0, len(captions), sources.BATCH):
-            batch = captions[start : start + sources.BATCH]
+        for start in range(0, len(captions), pictures.BATCH):
+            batch = captions[start : start + pictures.BATCH]
             ids = frozen.tokenize(batch)
             embeds = _to_half(frozen.encode_text(ids), what="text states")
             writer.write(
@@ -373,14 +189,14 @@ def _encode_pictures(
     config: PrepareConfig, source: Source, found: Found, frozen: Frozen, folder: Path, resolutions: Sequence[int]
 ) -> dict[int, dict[str, Any]]:
     """Moments of the used pictures at each resolution; returns the manifest's entries."""
-    used, content = sum(found.used), _Content()
+    used, content = sum(found.used), hashlib.sha256()
     makers = {r: _Moments(folder, r, frozen, count=used) for r in resolutions}
-    work = partial(sources.load_batch, resolutions=tuple(resolutions), crop=config.crop, seed=config.seed)
+    work = partial(pictures.load_batch, resolutions=tuple(resolutions), crop=config.crop, seed=config.seed)
     items = itertools.compress(source.items(), found.used)
     with launch.progress(total=used, title="Encode", unit=" pictures") as bar:
-        for batch, pixels in _unchanged(sources.map_batches(work, items, num_workers=config.num_workers)):
+        for batch, pixels in _unchanged(pictures.map_batches(work, items, num_workers=config.num_workers)):
             for item, digest in zip(batch, pixels.digests, strict=True):
-                content.add(digest, item.caption or "")
+                content.update(preflight.content_line(digest, item.caption or ""))
             for maker in makers.values():
                 maker.add(pixels, batch, found.texts)
             bar.update(len(batch))
@@ -392,7 +208,7 @@ def _encode_pictures(
 def _unchanged(batches: Iterator[tuple[list[Item], Pixels]]) -> Iterator[tuple[list[Item], Pixels]]:
     try:
         yield from batches
-    except sources.BadPicture as bad:
+    except pictures.BadPicture as bad:
         raise ConfigError(f"a picture that was good a moment ago is not any more ({bad.reason}: {bad.detail}); run again") from None
 
 
@@ -469,46 +285,14 @@ class Samples:
         return np.stack([self.images, self.decoded])
 
 
-def sample_pictures(data_dir: str | Path, n: int = 24, *, resolution: int | None = None) -> Samples:
-    """Up to `n` of the kept pictures, evenly spread, at `resolution` (None: the largest prepared).
+def sample_pictures(data_dir: str | Path, resolution: int, *, n: int = 24) -> Samples:
+    """Up to `n` of the kept pictures, evenly spread, at a prepared `resolution`.
 
     Raises:
         ConfigError: the folder or the resolution is not prepared.
     """
-    manifest = cache.read_manifest(resolve_path(data_dir)) or {"resolutions": {}}
-    opened = cache.open_cache(data_dir, resolution or max(map(int, manifest["resolutions"]), default=0))
-    with np.load(opened.folder / cache.moments_folder(opened.resolution) / "samples.npz") as kept:
+    opened = cache.open_cache(data_dir, resolution)
+    with np.load(opened.folder / cache.moments_folder(resolution) / "samples.npz") as kept:
         rows, images, decoded = kept["rows"], kept["images"], kept["decoded"]
     pick = np.linspace(0, len(rows) - 1, min(n, len(rows))).round().astype(int)
     return Samples(images[pick], decoded[pick], [opened.captions[row] for row in rows[pick]])
-
-
-def read_preflight(data_dir: str | Path) -> dict[str, Any]:
-    """The content of `preflight.json`."""
-    return json.loads((resolve_path(data_dir) / PREFLIGHT).read_text(encoding="utf-8"))
-
-
-def read_quarantine(data_dir: str | Path, n: int | None = None) -> list[dict[str, str]]:
-    """The first `n` rows (None: all) of `quarantine.jsonl`: `path`, `reason`, `detail`."""
-    with (resolve_path(data_dir) / QUARANTINE).open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in itertools.islice(lines, n)]
-
-
-def quarantined_pictures(config: PrepareConfig, n: int = 16, *, side: int = 64) -> Samples:
-    """The first `n` quarantined pictures, read again; grey where nothing can be decoded, and captioned with path and reason."""
-    rows = {row["path"]: row["reason"] for row in read_quarantine(config.data_dir, n)}
-    items = itertools.islice((item for item in find(config).items() if item.path in rows), len(rows)) if rows else ()
-    shown = [(_tile(item, side), f"{item.path.split('::')[-1]}: {rows[item.path]}") for item in items]
-    images = np.stack([image for image, _ in shown]) if shown else np.empty((0, 3, side, side), np.uint8)
-    return Samples(images, images, [caption for _, caption in shown])
-
-
-def _tile(item: Item, side: int) -> np.ndarray:
-    try:
-        return sources.square_crop(sources.decode(item.read()), side)[0] if item.problem is None else _grey(side)
-    except (sources.BadPicture, OSError):
-        return _grey(side)
-
-
-def _grey(side: int) -> np.ndarray:
-    return np.full((3, side, side), 160, np.uint8)

@@ -1,31 +1,22 @@
-"""What people have: tars, image folders and scenes, read item by item, and their pictures made into plain RGB.
+"""What people have: tars, image folders and scenes, listed item by item with their captions.
 
-Nothing here imports torch, so that worker processes start quickly. File names, tar members, captions and pictures are
-hostile: a name is only ever a label, a picture that cannot be decoded whole is a `BadPicture`, and neither ends a run.
+File names, tar members and captions are hostile: a name is only ever a label, and what cannot be used is an item that says
+so; neither ends a run.
 """
 
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import itertools
 import json
-import multiprocessing
 import os
 import tarfile
-import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypeVar
-
-import numpy as np
-from PIL import Image, UnidentifiedImageError
+from typing import Any
 
 from sdlab import scenes
 from sdlab.config import ConfigError, hint, resolve_path
@@ -41,10 +32,8 @@ UNDERSTOOD = (
 )
 MAX_TEXT_BYTES = 1 << 20
 """Longest caption file that is read."""
-BATCH = 64
-"""Pictures a worker takes at a time."""
-Crop = Literal["center", "random"]
-Result = TypeVar("Result")
+SCENES = 4096
+"""Scenes drawn where no limit says how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +71,7 @@ class Source:
     items: Callable[[], Iterator[Item]]
 
 
-def open_source(
-    source: str | Sequence[str], *, caption_column: str | None = None, limit: int | None = None, seed: int = 0, scene_count: int = 4096
-) -> Source:
+def open_source(source: str | Sequence[str], *, caption_column: str | None = None, limit: int | None = None, seed: int = 0) -> Source:
     """Detect what `source` is and count its pictures.
 
     Args:
@@ -92,7 +79,6 @@ def open_source(
         caption_column: field of JSON or metadata that holds the caption; None for "caption", then "text".
         limit: take at most this many pictures, the first ones.
         seed: of drawn scenes.
-        scene_count: scenes drawn where there is no `limit`.
 
     Raises:
         ConfigError: a path is not there, or nothing in it is understood.
@@ -100,7 +86,7 @@ def open_source(
     roots = [source] if isinstance(source, str) else list(source)
     if not roots:
         raise ConfigError(f"source is an empty list; give {UNDERSTOOD}")
-    parts = [part for root in roots for part in _detect(root, caption_column, limit or scene_count, seed)]
+    parts = [part for root in roots for part in _detect(root, caption_column, limit or SCENES, seed)]
     counts = [sum(1 for _ in part.items()) for part in parts]
     total = sum(counts)
     name = _name(parts, counts) + (f"; the first {limit:,} are taken" if limit and limit < total else "")
@@ -175,7 +161,7 @@ def _tar_items(path: Path, label: str, column: str | None) -> Iterator[Item]:
             elif suffix.lower() in PICTURES:
                 pictures.append((name, offset, size))
     except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:
-        damage = _say(error)
+        damage = error_line(error)
     for name, offset, size in pictures:
         caption, note = _caption(texts.get(os.path.splitext(name)[0], {}), column)
         yield Item(_label(f"{label}::{name}"), caption, note, file=path, offset=offset, size=size)
@@ -345,239 +331,6 @@ def _label(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _say(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
+    """An exception as one short line."""
     return one_line(f"{type(error).__name__}: {error}")[:200]
-
-
-# Pictures
-
-
-class BadPicture(ValueError):
-    """A picture that cannot be used: `reason` is one word for counting, `detail` says more."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
-
-
-def decode(data: bytes) -> Image.Image:
-    """Decode a picture whole: upright by its EXIF orientation, transparency laid on white, as 8-bit RGB.
-
-    Raises:
-        BadPicture: empty, too large, animated, of values without a known range, or not decodable to the last byte.
-    """
-    if not data:
-        raise BadPicture("empty_file", "0 bytes")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            return _decode(data)
-    except BadPicture:
-        raise
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise BadPicture("too_large", _say(error)) from None
-    except UnidentifiedImageError:
-        raise BadPicture("unreadable", "in no format that Pillow knows") from None
-    except Exception as error:  # Pillow's readers raise nearly every kind of exception on damaged files
-        raise BadPicture("unreadable", _say(error)) from None
-
-
-def _decode(data: bytes) -> Image.Image:
-    with Image.open(io.BytesIO(data)) as picture:
-        if getattr(picture, "is_animated", False) and picture.format != "MPO":  # cameras keep a preview as an MPO's second frame
-            raise BadPicture("animated", f"{getattr(picture, 'n_frames', 0)} frames")
-        picture.load()
-        turn = _TURNS.get(picture.getexif().get(0x0112, 1))
-        flat = _to_rgb(picture)
-        return flat if turn is None else flat.transpose(turn)
-
-
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-"""What makes a picture of each EXIF orientation upright."""
-
-
-def _to_rgb(picture: Image.Image) -> Image.Image:
-    if picture.mode == "F" or picture.mode.startswith("I"):
-        return _scaled(picture).convert("RGB")
-    if picture.has_transparency_data:
-        picture = picture.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
-    return picture.convert("RGB")
-
-
-def _scaled(picture: Image.Image) -> Image.Image:
-    """8-bit grey of 16-bit values or of floats in [0, 1]; Pillow's own conversion would clip."""
-    values = np.asarray(picture)
-    top = 1.0 if picture.mode == "F" else 65535.0
-    if not (values.min() >= 0 and values.max() <= top):
-        raise BadPicture("unknown_range", f"mode {picture.mode} with values from {values.min()} to {values.max()}, not within 0 to {top:g}")
-    grey = np.rint(values * (255 / top)).astype(np.uint8)
-    if (clear := picture.info.get("transparency")) is not None:
-        grey[values == clear] = 255
-    return Image.fromarray(grey)
-
-
-# What worker processes do
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """What decoding one picture whole has shown."""
-
-    digest: str
-    """SHA-256 of the file's bytes (of the pixels, for a scene); "" where nothing could be read."""
-    size: tuple[int, int] | None
-    """Height and width before any resize, upright; None for a bad picture."""
-    problem: tuple[str, str] | None
-    """Reason and detail."""
-
-
-@dataclass(frozen=True)
-class Pixels:
-    """Pictures of one batch at every size asked for."""
-
-    digests: list[str]
-    original_size: np.ndarray
-    """int32 (B, 2): height and width."""
-    images: dict[int, np.ndarray]
-    """uint8 (B, 3, r, r) by resolution r."""
-    crop: dict[int, np.ndarray]
-    """int32 (B, 2) by resolution: top and left in the resized picture."""
-
-
-def check_batch(items: Sequence[Item]) -> list[Checked]:
-    """Decode pictures whole and keep what was learned."""
-    return [
-        Checked(digest, None, (picture.reason, picture.detail))
-        if isinstance(picture, BadPicture)
-        else Checked(digest, (picture.height, picture.width), None)
-        for digest, picture in _open_batch(items)
-    ]
-
-
-def load_batch(items: Sequence[Item], *, resolutions: Sequence[int], crop: Crop, seed: int) -> Pixels:
-    """Decode, resize and crop good pictures.
-
-    Args:
-        items: pictures that `check_batch` found good.
-        resolutions: pixels a side of the square pictures made.
-        crop: which square of a picture that is not one.
-        seed: of random crops, which are functions of it and of the file's bytes.
-
-    Raises:
-        BadPicture: a picture is no longer good.
-    """
-    digests, sizes = [], []
-    images: dict[int, list[np.ndarray]] = {r: [] for r in resolutions}
-    crops: dict[int, list[tuple[int, int]]] = {r: [] for r in resolutions}
-    for digest, picture in _open_batch(items):
-        if isinstance(picture, BadPicture):
-            raise picture
-        digests.append(digest)
-        sizes.append((picture.height, picture.width))
-        place = _place(crop, seed, digest)
-        for resolution in resolutions:
-            square, corner = square_crop(picture, resolution, place=place)
-            images[resolution].append(square)
-            crops[resolution].append(corner)
-    stacked = {r: np.stack(squares) for r, squares in images.items()}
-    return Pixels(digests, np.array(sizes, np.int32), stacked, {r: np.array(corners, np.int32) for r, corners in crops.items()})
-
-
-def _open_batch(items: Sequence[Item]) -> Iterator[tuple[str, Image.Image | BadPicture]]:
-    drawn = iter(scenes.render([item.scene for item in items if item.scene is not None]))
-    for item in items:
-        if item.scene is not None:
-            pixels = next(drawn)
-            yield hashlib.sha256(pixels.tobytes()).hexdigest(), Image.fromarray(pixels.transpose(1, 2, 0))
-        else:
-            yield _open(item)
-
-
-def _open(item: Item) -> tuple[str, Image.Image | BadPicture]:
-    digest = ""
-    try:
-        if item.problem is not None:
-            raise BadPicture(*item.problem)
-        data = item.read()
-        digest = hashlib.sha256(data).hexdigest()
-        return digest, decode(data)
-    except BadPicture as bad:
-        return digest, bad
-    except OSError as error:
-        return digest, BadPicture("unreadable", _say(error))
-
-
-def _place(crop: Crop, seed: int, digest: str) -> tuple[float, float] | None:
-    if crop == "center":
-        return None
-    down, across = np.random.default_rng((seed, int(digest[:16], 16))).random(2)
-    return float(down), float(across)
-
-
-def square_crop(picture: Image.Image, resolution: int, *, place: tuple[float, float] | None = None) -> tuple[np.ndarray, tuple[int, int]]:
-    """Resize the smaller side to `resolution` with antialiased Lanczos and cut a square.
-
-    Only the square is computed, so that a very long picture costs no more than another.
-
-    Args:
-        picture: RGB.
-        resolution: pixels a side of the square.
-        place: where it lies between the first and the last possible place, down and across, each in [0, 1); None for the middle.
-
-    Returns:
-        uint8 (3, resolution, resolution), and the square's top and left in the resized picture.
-    """
-    width, height = picture.size
-    scale = resolution / min(height, width)
-    tall, wide = max(resolution, round(height * scale)), max(resolution, round(width * scale))
-    slack = (tall - resolution, wide - resolution)
-    top, left = (slack[0] // 2, slack[1] // 2) if place is None else (int(place[0] * (slack[0] + 1)), int(place[1] * (slack[1] + 1)))
-    if (width, height) != (resolution, resolution):
-        right, bottom = min(width, (left + resolution) * width / wide), min(height, (top + resolution) * height / tall)
-        box = (left * width / wide, top * height / tall, right, bottom)
-        picture = picture.resize((resolution, resolution), Image.Resampling.LANCZOS, box=box)
-    return np.ascontiguousarray(np.asarray(picture).transpose(2, 0, 1)), (top, left)
-
-
-def map_batches(
-    work: Callable[[Sequence[Item]], Result], items: Iterable[Item], *, num_workers: int = 0
-) -> Iterator[tuple[list[Item], Result]]:
-    """Batches of `BATCH` items with what `work` makes of them, in order; only a few batches are under way at a time.
-
-    Args:
-        work: a function of this module, or a partial of one.
-        items: any number.
-        num_workers: processes that share the work, started afresh; 0 works in this process.
-    """
-    stream = iter(items)
-    batches = iter(lambda: list(itertools.islice(stream, BATCH)), [])
-    if num_workers == 0:
-        yield from ((batch, work(batch)) for batch in batches)
-        return
-    waiting: deque[tuple[list[Item], Any]] = deque()
-    try:
-        with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("forkserver")) as pool:
-            for batch in batches:
-                waiting.append((batch, pool.submit(work, batch)))
-                if len(waiting) > 2 * num_workers:
-                    yield _finish(*waiting.popleft())
-            while waiting:
-                yield _finish(*waiting.popleft())
-    except BrokenProcessPool:
-        raise ConfigError(
-            f"a decoding process died (out of memory?) near {waiting[0][0][0].path if waiting else 'the end'}; use num_workers=0"
-        ) from None
-
-
-def _finish(batch: list[Item], future: Any) -> tuple[list[Item], Any]:
-    return batch, future.result()

@@ -1,4 +1,4 @@
-"""What all tests share: quiet threads, and a small set of prepared scenes."""
+"""What all tests share: quiet threads, and small sets of pictures and scenes, and the frozen parts."""
 
 import os
 
@@ -6,8 +6,12 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from sdlab.models import Frozen
 
 
 def needs(part: str, there: bool) -> None:
@@ -24,5 +28,36 @@ def scenes_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from sdlab import prepare
 
     folder = tmp_path_factory.mktemp("data") / "scenes"
-    prepare.prepare(prepare.PrepareConfig(preset="tiny", source="scenes", data_dir=str(folder), resolution=[32, 64], limit=40))
+    prepare.prepare(prepare.configure(preset="tiny", source="scenes", data_dir=str(folder), resolution=[32, 64], limit=40))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def frozen() -> "Frozen":
+    """The frozen parts that sdlab ships."""
+    from sdlab import models, presets
+
+    return models.load_frozen(presets.get("tiny").networks)
+
+
+@pytest.fixture
+def loaded_once(frozen: "Frozen", monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading the same weights for every test would be most of the time."""
+    from sdlab import models
+
+    monkeypatch.setattr(models, "load_frozen", lambda networks: frozen)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Six emoji with captions, at 40 pixels."""
+    from PIL import Image
+
+    from sdlab import scenes
+
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for path in sorted(scenes.EMOJI_DIR.glob("*.png"))[:6]:
+        Image.open(path).resize((40, 40)).save(folder / path.name)
+        (folder / path.with_suffix(".txt").name).write_text(f"an emoji: {path.stem}")
     return folder

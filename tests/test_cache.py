@@ -1,11 +1,10 @@
-import json
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sdlab import cache
+from sdlab import cache, runs
 from sdlab.config import ConfigError
 
 ROWS = 150
@@ -35,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts.write({"prompt_embeds": EMBEDS, "input_ids": np.zeros((7, 6)), "caption": captions, "num_tokens": range(2, 9)})
     entry = {"key": "a key", "shape": [16, 8, 8], "shards": write_moments(folder)}
     manifest = {"schema": cache.SCHEMA, "resolutions": {"64": entry}, "text": {"shape": [6, 8], "shards": texts.publish()}}
-    cache.write_json(folder / "manifest.json", manifest)
+    runs.write_json(folder / "manifest.json", manifest)
     return folder
 
 
@@ -139,14 +138,6 @@ def test_an_old_folder_is_replaced_and_a_foreign_one_refused(copy):
     with pytest.raises(ConfigError, match=r"diary\.txt"):
         write_moments(copy)
     assert (copy / "moments_64" / "diary.txt").read_text() == "mine"
-
-
-def test_json_is_replaced_whole(tmp_path):
-    path = tmp_path / "a.json"
-    cache.write_json(path, {"a": 1})
-    with pytest.raises(TypeError):
-        cache.write_json(path, {"a": object()})
-    assert json.loads(path.read_text()) == {"a": 1}
 
 
 def test_too_little_disk_is_refused_before_anything_is_written(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from transformers import CLIPModel
 
-from sdlab import components, models, presets, sample, scenes
+from sdlab import components, models, presets, scenes
 from sdlab.config import ConfigError
 
 ABOUT = json.loads((models.TINY_DIR / "components.json").read_text())["figures"]
@@ -28,13 +28,6 @@ def test_the_shipped_judge_finds_the_right_caption() -> None:
 
 def test_the_judge_is_another_and_better_clip_than_the_one_that_conditions() -> None:
     assert ABOUT["judge"]["top1_of_64"] > ABOUT["clip"]["top1_of_64"]
-
-
-def test_the_shipped_unet_follows_its_prompts() -> None:
-    captions = [scene.caption for scene in scenes.draw(96, seed=3_000_003)]
-    images = sample.sample(models.load("tiny"), captions, guidance_scale=2.0, seeds=range(96))
-    figures = components.measure_pictures(images, captions)
-    assert figures["background_right"] >= 0.97 and figures["one_object_right"] >= 0.96 and figures["two_objects_right"] >= 0.5
 
 
 def test_the_tokenizer_marks_start_end_and_padding() -> None:

@@ -13,11 +13,6 @@ from sdlab.config import ConfigError
 TINY = presets.get("tiny")
 
 
-@pytest.fixture(scope="module")
-def frozen() -> models.Frozen:
-    return models.load_frozen(TINY.networks)
-
-
 def test_parameters_are_counted_without_allocating_and_are_right(frozen: models.Frozen) -> None:
     counted = models.count_parameters(TINY)
     unet = models.build_unet(TINY.networks)

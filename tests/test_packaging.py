@@ -25,8 +25,8 @@ def test_environment_and_pyproject_name_the_same_dependencies() -> None:
 
 def test_importing_sdlab_is_light_and_sets_the_thread_spin() -> None:
     code = (
-        "import sys, time; before = set(sys.modules); start = time.perf_counter(); import sdlab; took = time.perf_counter() - start;"
-        "import os, json; print(json.dumps([took, sorted(set(sys.modules) - before), os.environ['GOMP_SPINCOUNT']]))"
+        "import sys, time, os; before = set(sys.modules); start = time.perf_counter(); import sdlab; took = time.perf_counter() - start;"
+        "loaded = sorted(set(sys.modules) - before); import json; print(json.dumps([took, loaded, os.environ['GOMP_SPINCOUNT']]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     took, loaded, spin = json.loads(done.stdout)
@@ -48,7 +48,7 @@ def test_a_notebook_is_short_clean_and_parameterised(path: Path) -> None:
     assert notebook.cells[0].source.startswith("# ") and notebook.cells[0].source.splitlines()[0].endswith("?")
     assert notebook.metadata.kernelspec.name == "python3"
     assert all(not cell.outputs and cell.execution_count is None for cell in code)
-    assert all(len(cell.source.splitlines()) <= 15 for cell in code)
+    assert all(len(cell.source.splitlines()) <= 15 for cell in code if "parameters" not in cell.metadata.get("tags", []))
     assert not any(line.lstrip().startswith(("!", "%")) for cell in code for line in cell.source.splitlines())
     nodes = [node for cell in code for node in ast.walk(ast.parse(cell.source))]
     assert not any(isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef) for node in nodes)

@@ -1,55 +1,22 @@
-import hashlib
 import io
 import json
 import tarfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from sdlab import cache, models, prepare, presets, scenes, sources
+from sdlab import cache, models, preflight, prepare, scenes
 from sdlab.config import ConfigError
+from sdlab.pictures import PIXEL_VERSION
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
 EMOJI = sorted(scenes.EMOJI_DIR.glob("*.png"))
-REPORT = {"scanned", "used", "filtered", "quarantined", "captions"}
-
-
-@pytest.fixture(scope="module")
-def frozen() -> models.Frozen:
-    return models.load_frozen(presets.get("tiny").networks)
-
-
-@pytest.fixture(autouse=True)
-def loaded_once(frozen: models.Frozen, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading the same weights for every test would be most of the time."""
-    monkeypatch.setattr(models, "load_frozen", lambda networks: frozen)
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    """Six emoji with captions, at 40 pixels."""
-    folder = tmp_path / "pictures"
-    folder.mkdir()
-    for path in EMOJI[:6]:
-        Image.open(path).resize((40, 40)).save(folder / path.name)
-        (folder / path.with_suffix(".txt").name).write_text(f"an emoji: {path.stem}")
-    return folder
 
 
 def run(source: object, data_dir: Path, **options: object) -> dict:
     return prepare.prepare(prepare.configure(**{"source": str(source), "data_dir": str(data_dir), "resolution": 32, **options}))
-
-
-def report_of(folder: Path) -> dict:
-    report = json.loads((folder / "preflight.json").read_text())
-    assert set(report) == REPORT
-    assert report["scanned"] == report["used"] + sum(report["filtered"].values()) + sum(report["quarantined"].values())
-    captions = report["captions"]
-    assert list(captions) == ["present", "missing", "empty", "truncated"]
-    assert captions["present"] + captions["missing"] + captions["empty"] == report["scanned"]
-    return report
 
 
 def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -82,11 +49,11 @@ def test_the_manifest_says_what_was_made_from_what(scenes_dir, frozen):
     manifest = json.loads((scenes_dir / "manifest.json").read_text())
     entry = manifest["resolutions"]["64"]
     assert manifest["source"] == "scenes drawn from seed 0: 40 pictures"
-    assert manifest["encoders"] == frozen.hashes and manifest["pixel_version"] == prepare.PIXEL_VERSION
+    assert manifest["encoders"] == frozen.hashes and manifest["pixel_version"] == PIXEL_VERSION
     assert manifest["counts"] == {"scanned": 40, "used": 40, "filtered": {}, "quarantined": {}}
     assert entry["count"] == 40 and entry["upscaled"] == 0
     assert -1 <= entry["range"]["pixel_values"][0] < entry["range"]["pixel_values"][1] <= 1
-    kept = prepare.sample_pictures(scenes_dir, 40)
+    kept = prepare.sample_pictures(scenes_dir, 64, n=40)
     assert entry["psnr_db"] == pytest.approx(prepare.psnr(kept.images, kept.decoded).mean(), abs=0.01)
 
 
@@ -101,7 +68,7 @@ def test_tars_of_every_transparent_mode_lose_nothing_and_lie_on_white(tmp_path):
                 tar.addfile(member, io.BytesIO(data))
     manifest = run(tmp_path / "00000.tar", tmp_path / "data", resolution=64)
     assert manifest["source"] == "webdataset: 1 tar, 9 pictures" and manifest["counts"]["used"] == 9
-    kept = prepare.sample_pictures(tmp_path / "data")
+    kept = prepare.sample_pictures(tmp_path / "data", 64)
     assert kept.captions == [path.stem for path in EMOJI[:9]]
     assert (kept.images[:, :, 0, 0] == 255).all()
 
@@ -120,58 +87,7 @@ def test_small_pictures_are_enlarged_and_counted(pictures, tmp_path):
     assert [manifest["resolutions"][r]["upscaled"] for r in ("32", "64")] == [0, 6]
 
 
-def test_pixels_and_tokens_are_those_of_this_pixel_version(frozen):
-    y, x = np.mgrid[:40, :56]
-    pattern, buffer = np.stack([x * 4, y * 6, (x * y) % 256, 255 - x * 2], axis=-1).astype(np.uint8), io.BytesIO()
-    Image.fromarray(pattern).save(buffer, "PNG")
-    square, _ = sources.square_crop(sources.decode(buffer.getvalue()), 32)
-    tokens = frozen.tokenize(["a large owl on a pink background"]).numpy().astype(np.int64)
-    seen = hashlib.sha256(square.tobytes() + tokens.tobytes()).hexdigest()
-    golden = {1: "46064d53d3dc9b6f52d6f0342a53c937b6949c52e1080be59d93c786cf58a110"}
-    assert seen == golden[prepare.PIXEL_VERSION], "pixels or tokens changed: raise prepare.PIXEL_VERSION and note the new hash"
-
-
-# What is left out
-
-
-def test_every_picture_is_used_filtered_or_quarantined_with_its_reason(pictures, tmp_path):
-    (pictures / "bare.png").write_bytes((pictures / "apple.png").read_bytes())
-    (pictures / "blank.png").write_bytes((pictures / "apple.png").read_bytes())
-    (pictures / "blank.txt").write_text(" \n")
-    (pictures / "deep").mkdir()
-    (pictures / "deep/cut.png").write_bytes((pictures / "cat.png").read_bytes()[:600])
-    (pictures / "deep/cut.txt").write_text("cut " * 60)
-    for name, size in (("wide", (200, 40)), ("thin", (40, 200)), ("small", (20, 20))):
-        Image.new("RGB", size).save(pictures / f"{name}.png")
-        (pictures / f"{name}.txt").write_text(name)
-    filters = {"min_aspect": 0.5, "max_aspect": 2}
-    run(pictures, tmp_path / "data", min_resolution=32, filters=filters, max_bad_fraction=0.3)
-    report = report_of(tmp_path / "data")
-    assert report["scanned"] == 12 and report["used"] == 6
-    assert report["filtered"] == {"max_aspect": 1, "min_aspect": 1, "min_resolution": 1}
-    assert report["quarantined"] == {"no_caption": 2, "unreadable": 1}
-    assert report["captions"] == {"present": 10, "missing": 1, "empty": 1, "truncated": 1}
-    rows = prepare.read_quarantine(tmp_path / "data")
-    assert [(row["path"], row["reason"]) for row in rows] == [
-        ("bare.png", "no_caption"),
-        ("blank.png", "no_caption"),
-        ("deep/cut.png", "unreadable"),
-    ]
-    assert all(set(row) == {"path", "reason", "detail"} and row["detail"] for row in rows)
-    left_out = prepare.quarantined_pictures(prepare.configure(source=str(pictures), data_dir=str(tmp_path / "data")))
-    assert left_out.captions == ["bare.png: no_caption", "blank.png: no_caption", "deep/cut.png: unreadable"]
-    assert (left_out.images[2] == 160).all() and (left_out.images[0] != 160).any()
-
-
-def test_no_captions_at_all_stops_before_anything_is_encoded(pictures, tmp_path, frozen, monkeypatch):
-    monkeypatch.setattr(models.Frozen, "encode_moments", lambda *_: pytest.fail("encoded"))
-    for path in pictures.glob("*.txt"):
-        path.rename(path.with_suffix(".json"))
-        path.with_suffix(".json").write_text('{"title": "x"}')
-    with pytest.raises(ConfigError, match=r"no captions: none of the 6 pictures in .*it has title.*caption_column.*allow_uncaptioned"):
-        run(pictures, tmp_path / "data", max_bad_fraction=1)
-    assert report_of(tmp_path / "data")["quarantined"] == {"no_caption": 6}
-    assert not (tmp_path / "data/manifest.json").exists()
+# Captions
 
 
 def test_uncaptioned_pictures_can_be_kept_and_get_the_null_condition(pictures, tmp_path):
@@ -188,21 +104,6 @@ def test_the_caption_column_may_be_named(pictures, tmp_path):
     (pictures / "metadata.jsonl").write_text("\n".join(rows))
     run(pictures, tmp_path / "data", caption_column="alt")
     assert cache.open_cache(tmp_path / "data", 32).captions[0] == "alt apple"
-
-
-def test_too_many_bad_pictures_stop_before_anything_is_encoded(pictures, tmp_path, monkeypatch):
-    (pictures / "cat.png").write_bytes(b"broken")
-    monkeypatch.setattr(models.Frozen, "encode_moments", lambda *_: pytest.fail("encoded"))
-    said = r"1 of the 6 pictures in .*cannot be used \(1 unreadable\).*max_bad_fraction=0.1.*quarantine\.jsonl"
-    with pytest.raises(ConfigError, match=said):
-        run(pictures, tmp_path / "data", max_bad_fraction=0.1)
-    monkeypatch.undo()
-    assert run(pictures, tmp_path / "data", max_bad_fraction=1 / 6)["counts"]["used"] == 5
-
-
-def test_filters_that_leave_nothing_are_refused_with_the_counts(pictures, tmp_path):
-    with pytest.raises(ConfigError, match=r"no picture is left of the 6 .*min_resolution.*6"):
-        run(pictures, tmp_path / "data", min_resolution=4000)
 
 
 # What is not touched, and what is reused
@@ -292,13 +193,13 @@ def test_an_interrupted_encoding_leaves_no_cache_and_the_next_call_makes_it(pict
 
 
 def test_a_picture_that_changes_while_it_is_read_is_noticed(pictures, tmp_path, monkeypatch):
-    whole = prepare._judge
+    whole = preflight.judge
 
     def meddle(*args: object) -> None:
         whole(*args)
         Image.new("RGB", (40, 40)).save(pictures / "cat.png")
 
-    monkeypatch.setattr(prepare, "_judge", meddle)
+    monkeypatch.setattr(preflight, "judge", meddle)
     with pytest.raises(ConfigError, match="changed while they were read"):
         run(pictures, tmp_path / "data")
     with pytest.raises(ConfigError, match="holds resolution none"):

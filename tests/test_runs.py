@@ -101,3 +101,13 @@ def test_a_damaged_or_missing_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is damaged"):
         runs.read_config(tmp_path)
+
+
+def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    runs.write_json(path, {"a": 1})
+    endless: list[object] = []
+    endless.append(endless)
+    with pytest.raises(ValueError):
+        runs.write_json(path, endless)
+    assert json.loads(path.read_text()) == {"a": 1}
