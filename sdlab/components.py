@@ -47,7 +47,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "smoke": Size(6, 4, 6, pictures=64, pairs=32, stage1_steps=3, stage2_steps=4, pairs_steps=3),
-    "full": Size(5000, 400, 1500, pictures=16384, pairs=10_000, stage1_steps=400, stage2_steps=3471, pairs_steps=4600),
+    "full": Size(5000, 400, 1500, pictures=16384, pairs=10_000, stage1_steps=400, stage2_steps=3471, pairs_steps=3400),
 }
 
 

@@ -111,8 +111,13 @@ def load_frozen(networks: Networks) -> Frozen:
         vae=_ready(AutoencoderKL.from_pretrained(folder / "vae", local_files_only=True)),
         text_encoder=_ready(CLIPTextModel.from_pretrained(folder / "text_encoder", local_files_only=True)),
         tokenizer=CLIPTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True),
-        hashes={part: hash_weights(folder / part) for part in ("vae", "text_encoder")},
+        hashes=hash_frozen(networks),
     ).to(launch.device())
+
+
+def hash_frozen(networks: Networks) -> dict[str, str]:
+    """SHA-256 of the weights of `vae` and `text_encoder`, by part."""
+    return {part: hash_weights(_frozen_folder(networks) / part) for part in ("vae", "text_encoder")}
 
 
 def _frozen_folder(networks: Networks) -> Path:

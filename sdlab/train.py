@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import signal
 import threading
@@ -21,10 +22,13 @@ from torch.nn import functional as F
 
 from sdlab import launch, models, optim, presets, runs, sample
 from sdlab.batches import Batch, Batches
-from sdlab.cache import open_cache
-from sdlab.config import ConfigError, Stage, TrainConfig, build, check_resolution, resolve_path
+from sdlab.cache import Cache, open_cache
+from sdlab.config import ConfigError, Networks, Stage, TrainConfig, build, check_resolution, resolve_path
 
 PREVIEW_COUNT = 8
+
+logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
 
 
 class TrainingFailed(RuntimeError):
@@ -34,7 +38,7 @@ class TrainingFailed(RuntimeError):
 def configure(
     *,
     preset: str,
-    stage: str,
+    stage: str | None,
     data_dir: str,
     overrides: Mapping[str, Any] | None = None,
     init_from: str | None = None,
@@ -52,7 +56,7 @@ def configure(
 
     Args:
         preset: a family's name or file.
-        stage: a stage of it.
+        stage: a stage of it; None for the first.
         data_dir: what notebook 01 wrote.
         overrides: recipe fields to change.
         init_from: a run folder, pipeline folder or "tiny" whose UNet this run starts from; a stage with a parent needs it.
@@ -72,10 +76,13 @@ def configure(
     family = presets.get(preset)
     chosen = {"global_batch_size": global_batch_size, "precision": precision}
     changes = {**(overrides or {}), **{key: value for key, value in chosen.items() if value is not None}}
+    stage = next(iter(family.stages)) if stage is None else stage
     recipe = presets.stage(family, stage, changes)
     check_parent(recipe, stage, init_from)
     factor = models.vae_factor(family.networks)
     check_resolution(recipe.resolution, vae_factor=factor, unet_factor=models.unet_factor(family.networks))
+    cache = open_cache(data_dir, recipe.resolution)
+    _check_encoders(cache, family.networks)
     parent_hash = models.load(init_from, weights="auto").weights_hash if init_from else None
     values = {
         "preset": preset,
@@ -84,13 +91,13 @@ def configure(
         "networks": family.networks,
         "recipe": recipe,
         "seed": seed,
-        "data_key": open_cache(data_dir, recipe.resolution).key,
+        "data_key": cache.key,
         "data_dir": str(resolve_path(data_dir)),
         "init_from": init_from,
         "parent_hash": parent_hash,
         "devices": devices,
         "max_steps": recipe.schedule_steps if max_steps is None else max_steps,
-        "micro_batch_size": micro_batch_size or min(recipe.micro_batch_size, recipe.global_batch_size),
+        "micro_batch_size": min(recipe.micro_batch_size, recipe.global_batch_size) if micro_batch_size is None else micro_batch_size,
         "save_every": save_every,
         "log_every": log_every,
         "preview_every": preview_every,
@@ -108,6 +115,18 @@ def check_parent(recipe: Stage, stage: str, init_from: str | None) -> None:
         raise ConfigError(f"stage {stage!r} starts from {recipe.parent!r}: give init_from, the run folder of a finished {recipe.parent!r}")
     if init_from and not recipe.parent:
         raise ConfigError(f"stage {stage!r} starts from random weights: leave out init_from={init_from!r}")
+
+
+def _check_encoders(cache: Cache, networks: Networks) -> None:
+    """Refuse data that other frozen parts encoded.
+
+    Raises:
+        ConfigError: with the parts that differ.
+    """
+    used = models.hash_frozen(networks)
+    other = [part for part, digest in used.items() if cache.manifest["encoders"].get(part) != digest]
+    if other:
+        raise ConfigError(f"data_dir {cache.folder} was encoded by another {' and '.join(other)}; prepare it with this preset (notebook 01)")
 
 
 @dataclass

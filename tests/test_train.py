@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from sdlab import models, presets, runs, train
 from sdlab.config import ConfigError, TrainConfig
@@ -182,6 +183,16 @@ def test_a_unet_of_another_shape_is_not_taken_over(scenes_dir: Path, whole: Path
     config = configure(scenes_dir, preset=str(mine), stage="stage2_64", init_from=str(whole))
     with pytest.raises(ConfigError, match="do not fit the UNet"):
         train.train(config, tmp_path / "run")
+
+
+def test_data_of_another_vae_is_refused(scenes_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(models.TINY_DIR, tmp_path / "parts")
+    vae = next((tmp_path / "parts" / "vae").glob("*.safetensors"))
+    save_file({key: value + 0.01 for key, value in load_file(vae).items()}, vae)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"extends: tiny\nnetworks: {{frozen: {tmp_path / 'parts'}}}\n")
+    with pytest.raises(ConfigError, match="was encoded by another vae"):
+        configure(scenes_dir, preset=str(mine))
 
 
 def test_the_tiny_stages_keep_an_average() -> None:
