@@ -161,7 +161,7 @@ def _execute(job: Job, step: Step, line: _Line) -> tuple[int, list[str]]:
     from papermill.exceptions import PapermillExecutionError
     from papermill.execute import execute_notebook
 
-    kernel = {"kernel_name": "python3", "language": "python", "cwd": str(job.cwd)}
+    kernel = {"kernel_name": "python3", "language": "python", "cwd": str(job.cwd), "start_timeout": 180}
     try:
         with line:
             execute_notebook(

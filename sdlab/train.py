@@ -126,7 +126,8 @@ def _check_encoders(cache: Cache, networks: Networks) -> None:
     used = models.hash_frozen(networks)
     other = [part for part, digest in used.items() if cache.manifest["encoders"].get(part) != digest]
     if other:
-        raise ConfigError(f"data_dir {cache.folder} was encoded by another {' and '.join(other)}; prepare it with this preset (notebook 01)")
+        parts = " and ".join(other)
+        raise ConfigError(f"data_dir {cache.folder} was encoded by another {parts}; prepare it with this preset (notebook 01)")
 
 
 @dataclass

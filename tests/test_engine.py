@@ -45,7 +45,7 @@ def run_and_signal(source, out, send):
     return stopped.value
 
 
-def wait_for(path, seconds=60):
+def wait_for(path, seconds=180):
     deadline = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not appear"
@@ -98,12 +98,16 @@ BUSY = "import os, time\nopen(FOLDER + '/busy', 'w').write(str(os.getpid()))\n"
 
 def test_sigterm_interrupts_the_cell_saves_the_notebook_and_tells_the_truth(tmp_path):
     source = write_notebook(
-        tmp_path / "in.ipynb", "print('kept')", BUSY + "time.sleep(60)", "n = 2", defaults=f"FOLDER = {str(tmp_path)!r}"
+        tmp_path / "in.ipynb",
+        "print('kept')",
+        BUSY + "for _ in range(600):\n    time.sleep(0.1)",
+        "n = 2",
+        defaults=f"FOLDER = {str(tmp_path)!r}",
     )
     process = subprocess.Popen([*PAPERMILL, str(source), str(tmp_path / "out.ipynb")])
     wait_for(tmp_path / "busy")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 143
+    assert process.wait(180) == 143
     executed = notebook(tmp_path / "out.ipynb")
     assert statuses(tmp_path / "out.ipynb") == ["completed", "completed", "failed", "pending"]
     assert executed.cells[2].outputs[0].ename == "KeyboardInterrupt"

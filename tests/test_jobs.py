@@ -200,12 +200,12 @@ def test_a_job_runs_skips_what_is_done_stops_at_a_failure_and_shows_its_pictures
 
 
 def test_a_stopped_job_exits_with_3_and_its_step_is_not_done(project, capsys):
-    busy = f"import time\nopen({str(project / 'busy')!r}, 'w').close()\ntime.sleep(60)"
+    busy = f"import time\nopen({str(project / 'busy')!r}, 'w').close()\nfor _ in range(600):\n    time.sleep(0.1)"
     write_notebook(project / "notebooks" / "slow.ipynb", busy)
     path = write_job(project, [step("slow", notebook="notebooks/slow.ipynb")])
 
     def interrupt():
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not (project / "busy").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
