@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
 from typing import TYPE_CHECKING
