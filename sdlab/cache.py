@@ -121,7 +121,10 @@ def _open_shards(folder: Path, entry: Mapping[str, Any]) -> pa.Table:
         if there != size:
             state = "is not there" if there is None else f"has {there:,} bytes, not {size:,}"
             raise ConfigError(f"cache shard {folder / name} {state}; prepare the folder again (notebooks/01_prepare_data.ipynb)")
-    return pa.concat_tables([pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in entry["shards"]])
+    try:
+        return pa.concat_tables([pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in entry["shards"]])
+    except pa.ArrowInvalid as error:
+        raise ConfigError(f"a cache shard in {folder} is damaged ({error}); prepare the folder again") from None
 
 
 def open_cache(data_dir: str | Path, resolution: int) -> Cache:

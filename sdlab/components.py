@@ -9,6 +9,7 @@ import gzip
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "smoke": Size(6, 4, 6, pictures=64, pairs=32, stage1_steps=3, stage2_steps=4, pairs_steps=3),
-    "full": Size(5000, 400, 1500, pictures=16384, pairs=10_000, stage1_steps=400, stage2_steps=3471, pairs_steps=3400),
+    "full": Size(5000, 600, 1200, pictures=16384, pairs=10_000, stage1_steps=400, stage2_steps=3471, pairs_steps=4800),
 }
 
 
@@ -132,9 +133,12 @@ def _crop(picture: torch.Tensor, scene: scenes.Scene, generator: np.random.Gener
 def train_clip(tokenizer: CLIPTokenizer, *, steps: int, seed: int, batch_size: int = 64) -> CLIPModel:
     """Train a small CLIP on scenes with the symmetric contrastive loss.
 
+    Half of each batch are scenes of one object, half are families of four: the same two objects in all four relations. Without
+    these a batch can be told apart by its objects alone, and the text states carry nothing of who is above whom.
+
     Args:
         tokenizer: of `make_tokenizer`.
-        steps: optimizer steps; 250 give a retrieval of about 0.9 among 64.
+        steps: optimizer steps; 600 find 98 % of captions among 64, and two of three relations among four.
         seed: of weights, pictures and order: another seed is another judge.
         batch_size: pairs a step.
     """
@@ -143,17 +147,38 @@ def train_clip(tokenizer: CLIPTokenizer, *, steps: int, seed: int, batch_size: i
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     text = dict(tower, vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, bos_token_id=bos, eos_token_id=eos, pad_token_id=pad)
     clip = CLIPModel(CLIPConfig(text_config=text, vision_config=dict(tower, image_size=scenes.SIDE, patch_size=8), projection_dim=128))
-    drawn = scenes.draw(min(16384, batch_size * steps), seed=1000 * (seed + 1), two_object_share=0.5)
+    drawn = _with_siblings(min(2048, 8 * steps), seed=1000 * (seed + 1))
     images, ids = torch.from_numpy(scenes.render(drawn)), tokenize(tokenizer, [scene.caption for scene in drawn])
-    labels = torch.arange(batch_size)
+    labels, half = torch.arange(batch_size), len(drawn) // 2
 
     def loss_of(step: int) -> torch.Tensor:
-        pick = torch.randint(len(images), (batch_size,))
+        families = 4 * torch.randint(half // 4, (batch_size // 8, 1)) + torch.arange(4)
+        pick = torch.cat([half + torch.randint(half, (batch_size // 2,)), families.flatten()])
         output = clip(input_ids=ids[pick], pixel_values=to_pixel_values(images[pick]))
         return (F.cross_entropy(output.logits_per_image, labels) + F.cross_entropy(output.logits_per_text, labels)) / 2
 
     _fit(clip, loss_of, steps=steps, learning_rate=1e-3, betas=(0.9, 0.98), weight_decay=0.05, title=f"CLIP (seed {seed})")
     return clip
+
+
+def _with_siblings(families: int, *, seed: int) -> list[scenes.Scene]:
+    """Families of four scenes that differ in their relation alone, then as many scenes of one object."""
+    pairs = scenes.draw(families, seed=seed, two_object_share=1.0)
+    captions = [[scene.caption.replace(_relation(scene), relation) for relation in scenes.RELATIONS] for scene in pairs]
+    siblings = [scenes.parse(caption) for family in captions for caption in family]
+    random = np.random.default_rng(seed)
+    moved = [_moved(scene, random) for scene in siblings if scene is not None]
+    return moved + scenes.draw(len(moved), seed=seed + 1, two_object_share=0.0)
+
+
+def _relation(scene: scenes.Scene) -> str:
+    return next(relation for relation in scenes.RELATIONS if f" {relation} " in scene.caption)
+
+
+def _moved(scene: scenes.Scene, random: np.random.Generator) -> scenes.Scene:
+    moves = 2 * random.integers(-1, 2, (len(scene.objects), 2))
+    placed = (replace(item, left=item.left + int(x), top=item.top + int(y)) for item, (x, y) in zip(scene.objects, moves, strict=True))
+    return replace(scene, objects=tuple(placed))
 
 
 def _fit(
@@ -212,19 +237,27 @@ def measure_vae(vae: AutoencoderKL, *, count: int = 192) -> dict[str, float]:
 
 @torch.no_grad()
 def measure_clip(clip: CLIPModel, tokenizer: CLIPTokenizer, *, count: int = 1024) -> dict[str, float]:
-    """Retrieval of a caption among 64 by its picture (any equal text is right) and mean cosines, on unseen scenes."""
+    """How well captions are found by their pictures, on unseen scenes, and mean cosines of right and of wrong pairs.
+
+    `top1_of_64`: among the captions of 64 scenes (any equal text is right); `relation_right`: among the four relations of two objects.
+    """
     drawn = scenes.draw(count, seed=9_998, two_object_share=0.5)
-    pixel_values = to_pixel_values(scenes.render(drawn))
-    captions = np.array([scene.caption for scene in drawn])
-    output = clip(input_ids=tokenize(tokenizer, captions), pixel_values=pixel_values)
-    cosine = output.image_embeds @ output.text_embeds.T
+    captions, cosine = np.array([scene.caption for scene in drawn]), _cosines(clip, tokenizer, drawn)
     best = np.concatenate([i + cosine[i : i + 64, i : i + 64].argmax(1).numpy() for i in range(0, count - 63, 64)])
-    top1 = (captions[best] == captions[: len(best)]).mean()
+    families = _cosines(clip, tokenizer, _with_siblings(count // 8, seed=9_997)[: count // 2]).unflatten(1, (-1, 4))
+    own = families[torch.arange(count // 2), torch.arange(count // 2) // 4]
     return {
-        "top1_of_64": float(top1),
+        "top1_of_64": float((captions[best] == captions[: len(best)]).mean()),
+        "relation_right": float((own.argmax(1) == torch.arange(count // 2) % 4).float().mean()),
         "cosine_right": float(cosine.diagonal().mean()),
         "cosine_wrong": float(cosine.roll(1, 0).diagonal().mean()),
     }
+
+
+def _cosines(clip: CLIPModel, tokenizer: CLIPTokenizer, drawn: Sequence[scenes.Scene]) -> torch.Tensor:
+    pixel_values = to_pixel_values(scenes.render(drawn))
+    output = clip(input_ids=tokenize(tokenizer, [scene.caption for scene in drawn]), pixel_values=pixel_values)
+    return output.image_embeds @ output.text_embeds.T
 
 
 def save(folder: str | Path, *, tokenizer: CLIPTokenizer, vae: AutoencoderKL, clip: CLIPModel, judge: CLIPModel) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -16,6 +16,9 @@ FILTERS = ("min_aspect", "max_aspect")
 """Bounds on width / height, before any resize."""
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class ConfigError(ValueError):
     """What a user gave cannot be used; the message says what was given, what is allowed and what to do."""
 
@@ -23,7 +26,7 @@ class ConfigError(ValueError):
 class Model(BaseModel):
     """A frozen config model that refuses unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 AnyModel = TypeVar("AnyModel", bound=Model)
@@ -79,7 +82,12 @@ def resolve_path(path: str | Path) -> Path:
     """An absolute path: relative ones start where the user is, or at the project's root from inside its notebooks folder."""
     here = Path.cwd()
     base = here.parent if here.name == "notebooks" and (here.parent / "papermill_runs").is_dir() else here
-    return (base / Path(path).expanduser()).resolve()
+    if not str(path).strip():
+        raise ConfigError("a path is empty; give a file or folder")
+    try:
+        return (base / Path(path).expanduser()).resolve()
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ConfigError(f"path {str(path)[:200]!r} cannot be used: {error}") from None
 
 
 class NoiseSchedule(Model):
@@ -116,7 +124,7 @@ class Stage(Model):
     warmup_steps: int = Field(0, ge=0)
     schedule_steps: int = Field(gt=0)
     precision: Precision = "32-true"
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.01, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
@@ -124,6 +132,12 @@ class Stage(Model):
     caption_drop_prob: float = Field(0.1, ge=0, le=1)
     source: str = ""
     """Where the figures come from."""
+
+    @model_validator(mode="after")
+    def _warm_up_fits(self) -> Self:
+        if self.warmup_steps > self.schedule_steps:
+            raise ValueError(f"warmup_steps={self.warmup_steps} is more than schedule_steps={self.schedule_steps}; lower it")
+        return self
 
 
 class Preset(Model):
@@ -135,10 +149,15 @@ class Preset(Model):
     stages: dict[str, Stage] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _parents_exist(self) -> Self:
+    def _parents_make_a_tree(self) -> Self:
         for name, stage in self.stages.items():
-            if stage.parent is not None and stage.parent not in self.stages:
-                raise ValueError(f"stage {name!r} has parent {stage.parent!r}{hint(stage.parent, self.stages)}")
+            seen, parent = [name], stage.parent
+            while parent is not None:
+                if parent not in self.stages:
+                    raise ValueError(f"stage {seen[-1]!r} has parent {parent!r}{hint(parent, self.stages)}")
+                if parent in seen:
+                    raise ValueError(f"stage {name!r} descends from itself through {' -> '.join([*seen, parent])}")
+                seen, parent = [*seen, parent], self.stages[parent].parent
         return self
 
 
@@ -195,7 +214,7 @@ class TrainConfig(Model):
     overrides: dict[str, Any] = {}
     networks: Networks
     recipe: Stage
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     data_key: str
     parent_hash: str | None = None
     """SHA-256 of the weights that the run started from."""

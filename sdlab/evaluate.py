@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -239,11 +240,14 @@ def _standard_error(values: np.ndarray) -> float:
 
 
 def _kept(path: Path, key: str) -> Row | None:
+    """The row of a finished scale, if its key is equal and its arrays can be read."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        with np.load(path.with_suffix(".npz")) as arrays:
+            whole = stored["key"] == key and arrays["influence"].size > 0 and arrays["pictures"].size > 0
+        return dict(stored["row"]) if whole else None
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
         return None
-    return stored["row"] if stored.get("key") == key and path.with_suffix(".npz").is_file() else None
 
 
 def _draw(

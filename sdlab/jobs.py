@@ -145,6 +145,8 @@ def _run_step(job: Job, step: Step) -> int:
     _record_path(job, step).unlink(missing_ok=True)
     line = _Line(_title(job, step))
     code, trouble = _execute(job, step, line)
+    if code == DONE and _run_was_stopped(job, step):
+        code = STOPPED
     status = {DONE: "done", FAILED: "failed"}.get(code, "stopped")
     line.end("done in" if code == DONE else f"{status} after")
     _write_record(job, step, Record(step.digest, status, round(line.elapsed(), 1), str(step.notebook), step.effective))
@@ -153,6 +155,16 @@ def _run_step(job: Job, step: Step) -> int:
     if code != DONE:
         print(f"    executed as far as it came: {_near(step.output)}", flush=True)
     return code
+
+
+def _run_was_stopped(job: Job, step: Step) -> bool:
+    """Whether the run that the step trained was asked to stop before its end; its notebook ends well all the same."""
+    run_dir = step.effective.get("run_dir")
+    result = job.cwd / Path(run_dir).expanduser() / "result.json" if isinstance(run_dir, str) else None
+    try:
+        return result is not None and json.loads(result.read_text(encoding="utf-8"))["status"] == "stopped"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _execute(job: Job, step: Step, line: _Line) -> tuple[int, list[str]]:

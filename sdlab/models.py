@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTokenizer
@@ -108,11 +109,23 @@ def load_frozen(networks: Networks) -> Frozen:
     """
     folder = _frozen_folder(networks)
     return Frozen(
-        vae=_ready(AutoencoderKL.from_pretrained(folder / "vae", local_files_only=True)),
-        text_encoder=_ready(CLIPTextModel.from_pretrained(folder / "text_encoder", local_files_only=True)),
+        vae=_ready(_load_whole(AutoencoderKL, folder / "vae")),
+        text_encoder=_ready(_load_whole(CLIPTextModel, folder / "text_encoder")),
         tokenizer=CLIPTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True),
         hashes=hash_frozen(networks),
     ).to(launch.device())
+
+
+def _load_whole(kind: Any, folder: Path) -> Any:
+    """Load a network from a folder; weights that are missing, surplus or damaged are refused, never filled in at random."""
+    try:
+        network, found = kind.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"{folder} cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+    wrong = [f"{word} {key}" for word in ("missing", "unexpected", "mismatched") for key in sorted(map(str, found[f"{word}_keys"]))]
+    if wrong:
+        raise ConfigError(f"{folder} does not hold the whole network ({len(wrong)} keys): {'; '.join(wrong[:20])}")
+    return network
 
 
 def hash_frozen(networks: Networks) -> dict[str, str]:
@@ -151,20 +164,35 @@ def build_unet(networks: Networks, *, seed: int = 0) -> UNet2DConditionModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return UNet2DConditionModel(**networks.unet)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise ConfigError(f"networks.unet does not make a UNet: {error}") from None
 
 
 def count_unet(networks: Networks) -> int:
     """Parameters of the UNet, counted without allocating them."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in UNet2DConditionModel(**networks.unet).parameters())
+    return sum(tensor.numel() for tensor in unet_shapes(networks).values())
 
 
 def vae_factor(networks: Networks) -> int:
     """Pixels a side of one latent, read from the config of the frozen VAE."""
     config = AutoencoderKL.load_config(_frozen_folder(networks) / "vae", local_files_only=True)
     return 2 ** (len(config["block_out_channels"]) - 1)
+
+
+def check_networks(networks: Networks) -> None:
+    """Refuse a UNet that does not fit its frozen parts, before anything is built with weights.
+
+    Raises:
+        ConfigError: it cannot be made, or its channels or conditioning width are not those of the VAE and the text encoder.
+    """
+    unet_shapes(networks)
+    folder = _frozen_folder(networks)
+    channels = AutoencoderKL.load_config(folder / "vae", local_files_only=True)["latent_channels"]
+    width = json.loads((folder / "text_encoder" / "config.json").read_text(encoding="utf-8"))["hidden_size"]
+    wanted = {"in_channels": channels, "out_channels": channels, "cross_attention_dim": width}
+    wrong = [f"{name}={networks.unet.get(name)!r} has to be {value}" for name, value in wanted.items() if networks.unet.get(name) != value]
+    if wrong:
+        raise ConfigError(f"networks.unet does not fit the frozen parts in {folder}: {'; '.join(wrong)}")
 
 
 def unet_factor(networks: Networks) -> int:
@@ -188,16 +216,35 @@ def hand_over(unet: UNet2DConditionModel, weights: Mapping[str, Tensor], *, sour
     """Copy weights into the UNet; every key has to be there with its shape.
 
     Raises:
-        ConfigError: missing, surplus or misshapen keys, all of them listed.
+        ConfigError: as `check_fit`.
     """
-    own = unet.state_dict()
+    check_fit(unet.state_dict(), weights, source=source)
+    unet.load_state_dict(dict(weights))
+
+
+def unet_shapes(networks: Networks) -> dict[str, Tensor]:
+    """The UNet's parameters as tensors without data, by name.
+
+    Raises:
+        ConfigError: the arguments do not make a UNet.
+    """
+    with torch.device("meta"):
+        return dict(build_unet(networks).state_dict())
+
+
+def check_fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, source: str) -> None:
+    """Refuse weights whose keys and shapes are not those of a network.
+
+    Raises:
+        ConfigError: missing, surplus or misshapen keys, the first twenty of them listed.
+    """
     problems = [f"missing {key}" for key in own if key not in weights]
     problems += [f"unknown {key}" for key in weights if key not in own]
     shapes = {key: (tuple(weights[key].shape), tuple(own[key].shape)) for key in own if key in weights}
     problems += [f"{key} is {given}, not {wanted}" for key, (given, wanted) in shapes.items() if given != wanted]
     if problems:
-        raise ConfigError(f"the weights of {source} do not fit the UNet of this preset ({len(problems)} keys): " + "; ".join(problems))
-    unet.load_state_dict(dict(weights))
+        listed = "; ".join(problems[:20]) + ("; ..." if len(problems) > 20 else "")
+        raise ConfigError(f"the weights of {source} do not fit the UNet of this preset ({len(problems)} keys): {listed}")
 
 
 def load(model: str, *, weights: str = "ema", checkpoint: str | int = "latest") -> TextToImage:
@@ -216,6 +263,8 @@ def load(model: str, *, weights: str = "ema", checkpoint: str | int = "latest") 
     folder = TINY_DIR if model == "tiny" else resolve_path(model)
     if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
         return _load_run(folder, weights=weights, checkpoint=checkpoint, name=model)
+    if checkpoint != "latest":
+        raise ConfigError(f"model {model!r} is no run folder, so it has no checkpoint {checkpoint!r}; leave checkpoint at 'latest'")
     if (folder / "unet").is_dir():
         return _load_pipeline(folder, weights=weights, name=model)
     raise ConfigError(f"model {model!r}: {folder} is neither a run folder nor a pipeline folder; give one of these or 'tiny'")
@@ -247,7 +296,7 @@ def _load_pipeline(folder: Path, *, weights: str, name: str) -> TextToImage:
     about = _read_json(folder / "sdlab.json")
     if weights not in ("auto", about["weights"]):
         raise ConfigError(f"pipeline {folder} holds the {about['weights']!r} weights only; use weights={about['weights']!r}")
-    unet = _ready(UNet2DConditionModel.from_pretrained(folder / "unet", local_files_only=True))
+    unet = _ready(_load_whole(UNet2DConditionModel, folder / "unet"))
     scheduler = _read_json(folder / "scheduler" / "scheduler_config.json")
     noise = NoiseSchedule(**{key: scheduler[key] for key in NoiseSchedule.model_fields})
     arguments = {key: value for key, value in unet.config.items() if not key.startswith("_")}

@@ -205,7 +205,16 @@ def loss_curve(metrics: Sequence[Row], title: str = "Training loss") -> Picture:
     steps, loss = [row["step"] for row in rows], np.array([row["loss"] for row in rows], dtype=float)
     window = max(1, len(rows) // 20)
     if rows:
-        axes.plot(steps, loss, color=COLOURS[0], alpha=0.35 if window > 1 else 1, linewidth=1, label="logged steps")
+        axes.plot(
+            steps,
+            loss,
+            "o-" if len(rows) <= 20 else "-",
+            color=COLOURS[0],
+            alpha=0.35 if window > 1 else 1,
+            linewidth=1,
+            markersize=4,
+            label="logged steps",
+        )
     else:
         axes.text(0.5, 0.5, "no finite loss was logged yet", transform=axes.transAxes, ha="center", color=GREY)
     if window > 1:
@@ -254,7 +263,7 @@ def image_grid(images: np.ndarray, row_labels: Sequence[object], column_labels: 
 
     Args:
         images: uint8 (R, C, 3, H, W).
-        row_labels: R texts, shown left of the rows in up to four lines.
+        row_labels: R texts, shown left of the rows in up to five lines.
         column_labels: C texts, shown above the columns.
         title: of the whole.
 
@@ -274,7 +283,7 @@ def image_grid(images: np.ndarray, row_labels: Sequence[object], column_labels: 
     for column, label in enumerate(column_labels):
         axes.text(column * (width + gap) + width / 2, -gap, plain(label, 16), ha="center", va="bottom", fontsize=10, parse_math=False)
     for row, label in enumerate(row_labels):
-        wrapped = textwrap.fill(plain(label, 120), 22, max_lines=4, placeholder="\u2026")
+        wrapped = textwrap.fill(plain(label, 120), 18, max_lines=5, placeholder="\u2026")
         axes.text(-2 * gap, row * (height + gap) + height / 2, wrapped, ha="right", va="center", fontsize=9, parse_math=False)
     return figure
 

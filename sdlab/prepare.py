@@ -107,12 +107,13 @@ def _content_key(config: PrepareConfig, found: Found, frozen: Frozen, resolution
 
 
 def _is_whole(folder: Path, manifest: dict[str, Any], resolution: int) -> bool:
+    samples = folder / cache.moments_folder(resolution) / "samples.npz"
     try:
         cache.Cache(folder, manifest, resolution)
     except ConfigError as error:
         print(f"made anew: {error}")
         return False
-    return True
+    return samples.is_file()
 
 
 def _say_plan(old: Mapping[str, Any], kept: Mapping[str, Any], missing: Sequence[int]) -> None:

@@ -67,6 +67,8 @@ def read_config(folder: Path) -> TrainConfig:
         raise ConfigError(f"{folder} is no run folder: it has no config.json") from None
     except ValueError as error:
         raise ConfigError(f"{path} is damaged: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is damaged: it holds no table")
     return build(TrainConfig, values, where=str(path))
 
 
@@ -82,6 +84,8 @@ def open_run(folder: Path, config: TrainConfig, *, resume: Resume, lineage: Mapp
     Raises:
         ConfigError: see `resume`, or a science field differs; both values are named.
     """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run_dir {folder} is a file; give a folder")
     known = read_config(folder) if (folder / "config.json").is_file() else None
     if known is None and folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"run_dir {folder} holds other files and no config.json; give a new or empty folder")
@@ -96,8 +100,10 @@ def open_run(folder: Path, config: TrainConfig, *, resume: Resume, lineage: Mapp
     (folder / "previews").mkdir(exist_ok=True)
     _record_change(folder, known, config)
     write_json(folder / "config.json", config.model_dump(mode="json"))
-    if known is None:
+    if not (folder / "lineage.json").is_file():
         write_json(folder / "lineage.json", {"created": now(), **lineage, "git": git_state()})
+    for scratch in (folder / "checkpoints").glob(".step-*"):
+        shutil.rmtree(scratch)
     (folder / "stop").unlink(missing_ok=True)
     (folder / "result.json").unlink(missing_ok=True)
     return checkpoint
@@ -129,11 +135,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """All whole rows of `metrics.jsonl`; a line cut short by a kill is left out."""
     path = folder / "metrics.jsonl"
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             continue
+        rows += [row] if isinstance(row, dict) and "step" in row else []
     return rows
 
 
@@ -176,10 +183,10 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Mapping[str, 
 
 
 def _prune(folder: Path) -> None:
-    kept = sorted(_checkpoints(folder), key=checkpoint_step)
-    if is_valid(kept[-1]):
-        for old in kept[:-KEEP_CHECKPOINTS]:
-            shutil.rmtree(old)
+    there = sorted(_checkpoints(folder), key=checkpoint_step, reverse=True)
+    oldest = [path for path in there[: 2 * KEEP_CHECKPOINTS] if is_valid(path)][:KEEP_CHECKPOINTS][-1:]
+    for old in there[there.index(oldest[0]) + 1 :] if oldest else []:
+        shutil.rmtree(old)
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -196,6 +203,8 @@ def is_valid(checkpoint: Path) -> bool:
     try:
         files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        return False
+    if not isinstance(files, dict) or not {"weights.safetensors", "state.json"} <= set(files):
         return False
     paths = {checkpoint / name: wanted for name, wanted in files.items()}
     sizes_fit = all(path.is_file() and path.stat().st_size == wanted["bytes"] for path, wanted in paths.items())

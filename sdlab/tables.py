@@ -116,7 +116,7 @@ def reader_table(verdicts: Sequence[Row]) -> Table:
     Args:
         verdicts: of `sample.read_grid`: rows with equal names.
     """
-    columns = tuple(verdicts[0]) if verdicts else ("no prompt is a scene's caption",)
+    columns = tuple(verdicts[0]) if verdicts else ("nothing to read: the reader knows captions of scenes at 64 pixels",)
     return Table(columns, tuple(tuple(verdict[name] for name in columns) for verdict in verdicts))
 
 

@@ -38,7 +38,7 @@ class TrainingFailed(RuntimeError):
 def configure(
     *,
     preset: str,
-    stage: str | None,
+    stage: str,
     data_dir: str,
     overrides: Mapping[str, Any] | None = None,
     init_from: str | None = None,
@@ -56,7 +56,7 @@ def configure(
 
     Args:
         preset: a family's name or file.
-        stage: a stage of it; None for the first.
+        stage: a stage of it.
         data_dir: what notebook 01 wrote.
         overrides: recipe fields to change.
         init_from: a run folder, pipeline folder or "tiny" whose UNet this run starts from; a stage with a parent needs it.
@@ -76,14 +76,16 @@ def configure(
     family = presets.get(preset)
     chosen = {"global_batch_size": global_batch_size, "precision": precision}
     changes = {**(overrides or {}), **{key: value for key, value in chosen.items() if value is not None}}
-    stage = next(iter(family.stages)) if stage is None else stage
     recipe = presets.stage(family, stage, changes)
     check_parent(recipe, stage, init_from)
+    models.check_networks(family.networks)
     factor = models.vae_factor(family.networks)
     check_resolution(recipe.resolution, vae_factor=factor, unet_factor=models.unet_factor(family.networks))
     cache = open_cache(data_dir, recipe.resolution)
     _check_encoders(cache, family.networks)
-    parent_hash = models.load(init_from, weights="auto").weights_hash if init_from else None
+    parent = models.load(init_from, weights="auto") if init_from else None
+    if parent is not None:
+        models.check_fit(models.unet_shapes(family.networks), parent.unet.state_dict(), source=parent.name)
     values = {
         "preset": preset,
         "stage": stage,
@@ -94,7 +96,7 @@ def configure(
         "data_key": cache.key,
         "data_dir": str(resolve_path(data_dir)),
         "init_from": init_from,
-        "parent_hash": parent_hash,
+        "parent_hash": parent.weights_hash if parent is not None else None,
         "devices": devices,
         "max_steps": recipe.schedule_steps if max_steps is None else max_steps,
         "micro_batch_size": min(recipe.micro_batch_size, recipe.global_batch_size) if micro_batch_size is None else micro_batch_size,
@@ -161,6 +163,7 @@ def train(config: TrainConfig, run_dir: str | Path, *, resume: runs.Resume = "au
     checkpoint = runs.open_run(folder, config, resume=resume, lineage=_lineage(config, parent))
     state = _restore(config, parent, checkpoint)
     runs.rewind_metrics(folder, state.step)
+    print(f"{folder}: continues from step {state.step}" if state.step else f"{folder}: starts at step 1")
     frozen = models.load_frozen(config.networks)
     started = time.monotonic()
     try:
@@ -215,7 +218,7 @@ def _update(state: _State, micro_batches: list[Batch], rate: float, recipe: Stag
     norm = torch.nn.utils.clip_grad_norm_(state.unet.parameters(), recipe.max_grad_norm)
     if not torch.isfinite(norm) or not torch.isfinite(total):
         raise TrainingFailed(
-            f"step {state.step + 1}: loss {total.item()}, gradient norm {norm.item()}; the last checkpoint is kept, lower learning_rate"
+            f"step {state.step + 1}: loss {total.item()}, gradient norm {norm.item()}; give a new run_dir with a lower learning_rate"
         )
     for group in state.optimizer.param_groups:
         group["lr"] = rate
@@ -232,7 +235,7 @@ def _loss(state: _State, batch: Batch) -> Tensor:
 
 def _restore(config: TrainConfig, parent: models.TextToImage | None, checkpoint: Path | None) -> _State:
     """Weights, moving average and moments at the start of this call: random, handed over, or of a checkpoint."""
-    fabric = Fabric(accelerator="auto", devices=1, precision=config.recipe.precision)
+    fabric = Fabric(accelerator=launch.device().type, devices=1, precision=config.recipe.precision)
     unet = models.build_unet(config.networks, seed=config.seed)
     if checkpoint is not None:
         models.hand_over(unet, load_file(checkpoint / "weights.safetensors"), source=str(checkpoint))
@@ -253,7 +256,7 @@ def _restore(config: TrainConfig, parent: models.TextToImage | None, checkpoint:
 
 
 def _save(folder: Path, state: _State) -> None:
-    if (folder / "checkpoints" / f"step-{state.step:08d}").is_dir() or state.step == 0:
+    if state.step == 0 or runs.is_valid(folder / "checkpoints" / f"step-{state.step:08d}"):
         return
     module = state.unet.module
     tensors = {"weights": module.state_dict(), **optim.optimizer_tensors(module, state.optimizer)}

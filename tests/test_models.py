@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sdlab import models, presets
 from sdlab.config import ConfigError
@@ -78,6 +79,25 @@ def test_a_pipeline_of_our_own_parts_can_be_named_in_a_preset(tmp_path: Path) ->
     shutil.copytree(models.TINY_DIR, tmp_path / "parts")
     networks = TINY.networks.model_copy(update={"frozen": str(tmp_path / "parts")})
     assert models.load_frozen(networks).hashes == models.load_frozen(TINY.networks).hashes
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
+def test_a_network_with_missing_or_damaged_weights_is_never_filled_in(tmp_path: Path, part: str) -> None:
+    shutil.copytree(models.TINY_DIR, tmp_path / "parts")
+    path = next((tmp_path / "parts" / part).glob("*.safetensors"))
+    weights = load_file(path)
+    weights.popitem()
+    save_file(weights, path)
+    with pytest.raises(ConfigError, match=r"does not hold the whole network \(1 keys\): missing"):
+        models.load(str(tmp_path / "parts"))
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=f"{part} cannot be loaded"):
+        models.load(str(tmp_path / "parts"))
+
+
+def test_only_a_run_folder_has_checkpoints() -> None:
+    with pytest.raises(ConfigError, match="has no checkpoint 5"):
+        models.load("tiny", checkpoint=5)
 
 
 def test_the_shipped_weights_have_the_hashes_of_their_card() -> None:

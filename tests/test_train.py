@@ -65,6 +65,15 @@ def test_a_kill_after_a_checkpoint_computes_the_lost_steps_again(scenes_dir: Pat
     assert len((tmp_path / "run" / "metrics.discarded.jsonl").read_text().splitlines()) == 2
 
 
+def test_a_damaged_newest_checkpoint_is_computed_and_written_again(scenes_dir: Path, whole: Path, tmp_path: Path) -> None:
+    train.train(configure(scenes_dir, save_every=2), tmp_path / "run")
+    weights = runs.find_checkpoint(tmp_path / "run", 4) / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    train.train(configure(scenes_dir, save_every=2), tmp_path / "run")
+    assert runs.checkpoint_step(runs.find_checkpoint(tmp_path / "run")) == 4
+    assert losses(tmp_path / "run") == losses(whole)
+
+
 def test_smaller_micro_batches_train_the_same_up_to_rounding(scenes_dir: Path, whole: Path, tmp_path: Path) -> None:
     train.train(configure(scenes_dir, micro_batch_size=2, max_steps=2), tmp_path / "run")
     ours, theirs = losses(tmp_path / "run"), losses(whole)[:2]
@@ -162,6 +171,10 @@ def test_a_users_preset_file_and_overrides_reach_the_run(scenes_dir: Path, tmp_p
         ({"stage": "stage2_64", "init_from": "/nowhere"}, "neither a run folder nor a pipeline folder"),
         ({"precision": "16-true"}, "precision.*given: '16-true'"),
         ({"devices": 2}, "devices"),
+        ({"overrides": {"learning_rate": float("inf")}}, "learning_rate"),
+        ({"overrides": {"betas": [1.5, 0.9]}}, "betas"),
+        ({"overrides": {"warmup_steps": 500}}, "warmup_steps=500 is more than schedule_steps"),
+        ({"micro_batch_size": 0}, "micro_batch_size.*given: 0"),
         ({"max_steps": 0}, "max_steps.*given: 0"),
     ],
 )
@@ -180,9 +193,23 @@ def test_a_folder_of_another_science_is_refused_unchanged(scenes_dir: Path, whol
 def test_a_unet_of_another_shape_is_not_taken_over(scenes_dir: Path, whole: Path, tmp_path: Path) -> None:
     mine = tmp_path / "wide.yaml"
     mine.write_text("extends: tiny\nnetworks: {unet: {block_out_channels: [96, 192]}}\n")
-    config = configure(scenes_dir, preset=str(mine), stage="stage2_64", init_from=str(whole))
     with pytest.raises(ConfigError, match="do not fit the UNet"):
-        train.train(config, tmp_path / "run")
+        configure(scenes_dir, preset=str(mine), stage="stage2_64", init_from=str(whole))
+
+
+@pytest.mark.parametrize(
+    ("unet", "message"),
+    [
+        ("in_channels: 3", "in_channels=3 has to be 8"),
+        ("cross_attention_dim: 33", "has to be 128"),
+        ("norm_num_groups: 7", "does not make a UNet"),
+    ],
+)
+def test_a_unet_that_does_not_fit_its_frozen_parts_is_refused(scenes_dir: Path, tmp_path: Path, unet: str, message: str) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"extends: tiny\nnetworks: {{unet: {{{unet}}}}}\n")
+    with pytest.raises(ConfigError, match=message):
+        configure(scenes_dir, preset=str(mine))
 
 
 def test_data_of_another_vae_is_refused(scenes_dir: Path, tmp_path: Path) -> None:
