@@ -188,7 +188,8 @@ def _loop(config: TrainConfig, folder: Path, state: _State, frozen: models.Froze
     )
     report = _Report(config, folder, state.step)
     stopped = False
-    for micro_batches in batches.steps(state.step + 1, config.max_steps):
+    prefetch = state.fabric.device.type != "cpu"
+    for micro_batches in batches.steps(state.step + 1, config.max_steps, prefetch=prefetch):
         stopped = runs.stop_requested(folder)
         if stopped:
             break

@@ -38,9 +38,10 @@ def test_micro_batches_put_together_are_the_whole_batch(cache: Cache) -> None:
         assert torch.equal(getattr(whole[0], name), torch.cat([getattr(part, name) for part in parts]))
 
 
-def test_a_step_is_the_same_whether_reached_or_started_from(cache: Cache) -> None:
-    reached = list(make(cache).steps(1, 6))[-1][0]
-    fresh = next(make(cache).steps(6, 6))[0]
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_step_is_the_same_whether_reached_or_started_from(cache: Cache, prefetch: bool) -> None:
+    reached = list(make(cache).steps(1, 6, prefetch=prefetch))[-1][0]
+    fresh = next(make(cache).steps(6, 6, prefetch=not prefetch))[0]
     assert torch.equal(reached.noisy_latents, fresh.noisy_latents) and torch.equal(reached.timesteps, fresh.timesteps)
 
 
