@@ -20,7 +20,7 @@ from pydantic import Field
 
 from sdlab import parameters
 from sdlab.config import ConfigError, Model, build, hint, resolve_path
-from sdlab.presets import YamlLoader
+from sdlab.presets import YamlLoader, read_yaml
 
 PACKAGE = Path(__file__).parent
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
@@ -145,13 +145,8 @@ class _Entry:
 def _read(path: Path) -> JobSpec:
     if not path.is_file():
         raise ConfigError(f"job file {path} is not there; give the path of a .yaml file")
-    try:
-        table = yaml.load(path.read_text(encoding="utf-8"), Loader=YamlLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"job file {path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(table, dict):
-        raise ConfigError(f"job file {path} holds {type(table).__name__}; it has to hold 'values' and 'steps'")
-    return build(JobSpec, table, where=f"job file {path}")
+    where = f"job file {path}"
+    return build(JobSpec, read_yaml(path, where=where, fields="'values' and 'steps'"), where=where)
 
 
 def _with_sets(values: Mapping[str, Any], sets: Sequence[str], *, where: str) -> dict[str, Any]:

@@ -56,18 +56,33 @@ def _table(name: str, seen: tuple[Path, ...]) -> dict[str, Any]:
     path = _find(name, beside=seen[-1].parent if seen else None)
     if path in seen:
         raise ConfigError(f"preset file {path} extends itself through {' -> '.join(str(p) for p in seen)}")
-    try:
-        table = yaml.load(path.read_text(encoding="utf-8"), Loader=YamlLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"preset file {path} is not valid YAML: {error}") from None
-    if not isinstance(table, dict):
-        raise ConfigError(f"preset file {path} holds {type(table).__name__}; it has to hold fields such as 'extends' and 'stages'")
+    table = read_yaml(path, where=f"preset file {path}", fields="fields such as 'extends' and 'stages'")
     base = table.pop("extends", None)
     if base is None:
         return table
     if not isinstance(base, str):
         raise ConfigError(f"preset file {path}: 'extends' is {base!r}; give the name or path of one preset")
     return _merge(_table(base, (*seen, path)), {"name": path.stem, **table})
+
+
+def read_yaml(path: Path, *, where: str, fields: str) -> dict[str, Any]:
+    """The table in a YAML file.
+
+    Args:
+        path: the file.
+        where: what it is, as in "job file /a/b.yaml"; it opens the message.
+        fields: what it has to hold, in words.
+
+    Raises:
+        ConfigError: no valid YAML, or no table.
+    """
+    try:
+        table = yaml.load(path.read_text(encoding="utf-8"), Loader=YamlLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} holds {type(table).__name__}; it has to hold {fields}")
+    return table
 
 
 def _find(name: str, beside: Path | None) -> Path:
