@@ -1,6 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export GOMP_SPINCOUNT ?= 2000
+export MALLOC_TRIM_THRESHOLD_ ?= 268435456
+export MALLOC_MMAP_THRESHOLD_ ?= 33554432
 
 .PHONY: install demo test lab lint
 

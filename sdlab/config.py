@@ -90,6 +90,11 @@ def resolve_path(path: str | Path) -> Path:
         raise ConfigError(f"path {str(path)[:200]!r} cannot be used: {error}") from None
 
 
+def near_path(path: str | Path) -> str:
+    """A path as a person wants to read it: from where they are if it lies below, else as it is."""
+    return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else str(path)
+
+
 class NoiseSchedule(Model):
     """The forward process, in diffusers' words; the defaults are Stable Diffusion's."""
 

@@ -116,8 +116,12 @@ class SdlabEngine(NBClientEngine):
 
 
 def kernel_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a headless kernel: plain progress bars, and OpenMP threads that do not spin for long."""
-    defaults = {"GOMP_SPINCOUNT": "2000", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    """The environment of a headless kernel: plain progress bars, OpenMP threads that do not spin for long, and freed memory that is kept.
+
+    Without the last, glibc gives a step's memory back to the system and asks for it again, a seventh of the step's time on a CPU.
+    """
+    kept = {"MALLOC_TRIM_THRESHOLD_": str(256 * 2**20), "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
+    defaults = {"GOMP_SPINCOUNT": "2000", "PYDEVD_DISABLE_FILE_VALIDATION": "1", **kept}
     return {**defaults, **environment, "SDLAB_HEADLESS": "1"}
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from sdlab.config import ConfigError, hint
+from sdlab.config import ConfigError, hint, near_path
 from sdlab.engine import Progress, Stopped
 from sdlab.page import PageStep, clock, traceback_end, write_page
 from sdlab.plan import Job, Step, plan, plan_notebook
@@ -62,13 +62,13 @@ def run(job: Job, chosen: Sequence[Step]) -> int:
     code = DONE
     for step in chosen:
         if not job.always and is_done(job, step):
-            print(f"{_title(job, step)}  already done (to run it again, delete {_near(step.output)})", flush=True)
+            print(f"{_title(job, step)}  already done (to run it again, delete {near_path(step.output)})", flush=True)
             continue
         code = _run_step(job, step)
         if code != DONE:
             break
     page = write_page(job.out, title=job.title, subtitle=_subtitle(code), steps=[_page_step(job, step) for step in job.steps])
-    print(f"executed notebooks: {_near(job.out)}\npictures, all in one page: {_near(page)}")
+    print(f"executed notebooks: {near_path(job.out)}\npictures, all in one page: {near_path(page)}")
     if code == STOPPED:
         print("stopped; the same command goes on from here")
     return code
@@ -135,7 +135,8 @@ def _chosen(job: Job, *, only: str | None, start: str | None) -> Sequence[Step]:
 
 def _show(job: Job, chosen: Sequence[Step]) -> None:
     for step in chosen:
-        print(f"{_title(job, step)}  {'already done' if is_done(job, step) else 'to run'}: {_near(step.notebook)} -> {_near(step.output)}")
+        state = "already done" if is_done(job, step) else "to run"
+        print(f"{_title(job, step)}  {state}: {near_path(step.notebook)} -> {near_path(step.output)}")
         for name, value in step.given.items():
             print(f"    {name} = {value!r}")
 
@@ -153,7 +154,7 @@ def _run_step(job: Job, step: Step) -> int:
     if trouble:
         print("\n".join(f"    {text}" for text in trouble))
     if code != DONE:
-        print(f"    executed as far as it came: {_near(step.output)}", flush=True)
+        print(f"    executed as far as it came: {near_path(step.output)}", flush=True)
     return code
 
 
@@ -287,10 +288,6 @@ def _title(job: Job, step: Step) -> str:
 def _subtitle(code: int) -> str:
     ending = {DONE: "done", FAILED: "a step failed"}.get(code, "stopped")
     return f"{time.strftime('%Y-%m-%d %H:%M')}, {ending}"
-
-
-def _near(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _literal(path: Path) -> str:

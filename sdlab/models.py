@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -321,7 +322,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def save_pipeline(folder: Path, model: TextToImage) -> None:
-    """Write a model as a diffusers pipeline folder, with `sdlab.json` saying which weights it holds."""
+    """Write a model as a diffusers pipeline folder, with `sdlab.json` saying which weights it holds.
+
+    Part by part, as `StableDiffusionPipeline.save_pretrained` does: importing that class takes longer than saving.
+    """
     scheduler = DDIMScheduler(
         **model.networks.noise_schedule.model_dump(),
         prediction_type=model.networks.prediction_type,
@@ -329,15 +333,19 @@ def save_pipeline(folder: Path, model: TextToImage) -> None:
         set_alpha_to_one=False,
         steps_offset=1,
     )
-    StableDiffusionPipeline(
-        vae=model.frozen.vae,
-        text_encoder=model.frozen.text_encoder,
-        tokenizer=model.frozen.tokenizer,
-        unet=model.unet,
-        scheduler=scheduler,
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    ).save_pretrained(folder)
+    frozen = model.frozen
+    parts = {
+        "vae": frozen.vae,
+        "text_encoder": frozen.text_encoder,
+        "tokenizer": frozen.tokenizer,
+        "unet": model.unet,
+        "scheduler": scheduler,
+    }
+    index: dict[str, Any] = {"_class_name": "StableDiffusionPipeline", "_diffusers_version": diffusers.__version__}
+    index |= {name: [type(part).__module__.split(".")[0], type(part).__name__] for name, part in parts.items()}
+    index |= dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder"), (None, None))
+    for name, part in parts.items():
+        part.save_pretrained(folder / name)
+    runs.write_json(folder / "model_index.json", {**index, "requires_safety_checker": False})
     about = {"weights": model.weights, "step": model.step, "resolution": model.resolution, "weights_hash": model.weights_hash}
     runs.write_json(folder / "sdlab.json", about)

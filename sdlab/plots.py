@@ -247,13 +247,18 @@ def histogram(values: Sequence[float], title: str, xlabel: str) -> Picture:
     else:
         axes.text(0.5, 0.5, "nothing to count", transform=axes.transAxes, ha="center", color=GREY)
     _label_axes(axes, "", xlabel, "count")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=_whole(numbers), min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 
+def _whole(numbers: np.ndarray) -> bool:
+    return np.array_equal(numbers, np.rint(numbers))
+
+
 def _bins(numbers: np.ndarray) -> Any:
     low, high = numbers.min(), numbers.max()
-    if np.array_equal(numbers, np.rint(numbers)) and high - low < 60:
+    if _whole(numbers) and high - low < 60:
         return np.arange(low - 0.5, high + 1)
     return min(40, max(10, int(len(numbers) ** 0.5)))
 
@@ -307,7 +312,7 @@ def contact_sheet(images: np.ndarray, captions: Sequence[object], title: str = "
     rows = max(1, math.ceil(len(images) / columns))
     height, width = images.shape[-2:]
     cell = max(1.35, min(2.2, 11 / columns))
-    figure = _figure(columns * cell, rows * (cell * height / width + 0.55) + 0.5, title)
+    figure = _figure(columns * cell, rows * (cell * height / width + 0.5) + 0.35, title)
     cells = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in cells:
         axes.set_axis_off()
@@ -315,6 +320,7 @@ def contact_sheet(images: np.ndarray, captions: Sequence[object], title: str = "
         cells[0].text(0.5, 0.5, "no pictures", transform=cells[0].transAxes, ha="center", color=GREY)
     for axes, image, caption in zip(cells, images, captions, strict=False):
         axes.imshow(image.transpose(1, 2, 0), interpolation="nearest")
+        axes.set_anchor("N")
         per_line = int(cell * 12.5)
         text = textwrap.fill(plain(caption, 4 * per_line), per_line, max_lines=3, placeholder="\u2026")
         axes.text(0.5, -0.04, text, transform=axes.transAxes, ha="center", va="top", fontsize=7.5, parse_math=False)

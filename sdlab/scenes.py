@@ -77,7 +77,7 @@ def _relation(first: Placed, second: Placed) -> str:
     return "above" if y1 < y2 else "below"
 
 
-def draw(count: int, *, seed: int, two_object_share: float = 0.25) -> list[Scene]:
+def draw(count: int, *, seed: int, two_object_share: float = 0.4) -> list[Scene]:
     """Draw `count` scenes from `seed`; scene i does not depend on `count`.
 
     Raises:

@@ -24,7 +24,7 @@ def test_the_shipped_judge_finds_the_right_caption() -> None:
     figures = components.measure_clip(judge, models.load_frozen(presets.get("tiny").networks).tokenizer, count=512)
     assert figures["top1_of_64"] >= 0.95
     assert figures["cosine_right"] > figures["cosine_wrong"] + 0.5
-    assert figures["relation_right"] >= 0.6
+    assert figures["relation_right"] >= 0.95
 
 
 def test_the_judge_is_another_and_better_clip_than_the_one_that_conditions() -> None:

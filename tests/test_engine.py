@@ -180,8 +180,10 @@ def test_papermill_works_when_sdlab_is_broken(tmp_path):
     assert shown.stdout.startswith(str(copy)) and "papermill" in shown.stdout
 
 
-def test_a_users_openmp_setting_is_kept():
-    assert kernel_environment({"GOMP_SPINCOUNT": "9", "HOME": "/h"})["GOMP_SPINCOUNT"] == "9"
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "MALLOC_TRIM_THRESHOLD_"])
+def test_a_users_own_setting_of_threads_and_memory_is_kept(name):
+    assert int(kernel_environment({"HOME": "/h"})[name]) > 9
+    assert kernel_environment({name: "9", "HOME": "/h"})[name] == "9"
 
 
 def test_the_last_line_is_found_behind_carriage_returns():
