@@ -19,7 +19,7 @@ from diffusers import AutoencoderKL
 from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPModel, CLIPTextModel, CLIPTokenizer
 
-from sdlab import launch, models, runs, scenes
+from sdlab import launch, models, pictures, runs, scenes
 from sdlab.config import ConfigError, resolve_path
 
 CONTEXT = 24
@@ -31,20 +31,20 @@ MAX_BYTES = 32_000_000
 
 
 class Size(NamedTuple):
-    """How long each part is trained, in optimizer steps."""
+    """How long each part is trained, in optimizer steps, and on how many pictures."""
 
     vae_steps: int
     clip_steps: int
     judge_steps: int
     pictures: int
-    """That the UNet is trained on."""
+    """Scenes that the UNet is trained on."""
     stage1_steps: int
     stage2_steps: int
 
 
 SIZES = {
     "smoke": Size(6, 4, 6, pictures=64, stage1_steps=3, stage2_steps=4),
-    "full": Size(5000, 1200, 1800, pictures=8192, stage1_steps=400, stage2_steps=4000),
+    "full": Size(5000, 1200, 1800, pictures=2048, stage1_steps=100, stage2_steps=1200),
 }
 
 
@@ -99,13 +99,13 @@ def train_vae(*, steps: int, seed: int = 0) -> AutoencoderKL:
         return likelihood + 2e-6 * posterior.kl().float().sum() / len(pixel_values)
 
     _fit(vae, loss_of, steps=steps, learning_rate=2e-3, betas=(0.9, 0.95), weight_decay=1e-4, title="VAE")
-    latents = encode(vae, to_pixel_values(scenes.render(scenes.draw(512, seed=999))))
+    latents = encode(vae, models.to_pixel_values(scenes.render(scenes.draw(512, seed=999))))
     vae.register_to_config(scaling_factor=round(float(1 / latents.std()), 5))
     return vae
 
 
 def _vae_batches(seed: int, *, pictures: int) -> Callable[[int], torch.Tensor]:
-    drawn = scenes.draw(pictures, seed=300 + seed, two_object_share=0.4)
+    drawn = scenes.draw(pictures, seed=300 + seed)
     whole = torch.from_numpy(scenes.render(drawn))
     generator = np.random.default_rng(seed)
     crops = torch.stack([_crop(picture, scene, generator) for picture, scene in zip(whole, drawn, strict=True)])
@@ -115,7 +115,7 @@ def _vae_batches(seed: int, *, pictures: int) -> Callable[[int], torch.Tensor]:
     def draw_batch(step: int) -> torch.Tensor:
         images, size = cycle[step % len(cycle)]
         batch = images[torch.randint(len(images), (size,))]
-        return to_pixel_values(batch.flip(-1) if torch.rand(()) < 0.5 else batch)
+        return models.to_pixel_values(batch.flip(-1) if torch.rand(()) < 0.5 else batch)
 
     return draw_batch
 
@@ -150,7 +150,7 @@ def train_clip(tokenizer: CLIPTokenizer, *, steps: int, seed: int, batch_size: i
     def loss_of(step: int) -> torch.Tensor:
         families = 4 * torch.randint(half // 4, (batch_size // 8, 1)) + torch.arange(4)
         pick = torch.cat([half + torch.randint(half, (batch_size // 2,)), families.flatten()])
-        output = clip(input_ids=ids[pick], pixel_values=to_pixel_values(images[pick]))
+        output = clip(input_ids=ids[pick], pixel_values=models.to_pixel_values(images[pick]))
         return (F.cross_entropy(output.logits_per_image, labels) + F.cross_entropy(output.logits_per_text, labels)) / 2
 
     _fit(clip, loss_of, steps=steps, learning_rate=1e-3, betas=(0.9, 0.98), weight_decay=0.05, title=f"CLIP (seed {seed})")
@@ -208,11 +208,6 @@ def _fit(
     model.eval()
 
 
-def to_pixel_values(images: np.ndarray | torch.Tensor) -> torch.Tensor:
-    """uint8 `images` (B, 3, H, W) as float32 `pixel_values` in [-1, 1]."""
-    return torch.as_tensor(images).float() / 127.5 - 1
-
-
 @torch.no_grad()
 def encode(vae: AutoencoderKL, pixel_values: torch.Tensor) -> torch.Tensor:
     """Unscaled latent means (B, C, h, w) of `pixel_values` (B, 3, H, W), in batches of 64."""
@@ -224,11 +219,10 @@ def measure_vae(vae: AutoencoderKL, *, count: int = 192) -> dict[str, float]:
     """PSNR in dB of encode-decode on unseen scenes, and the share of them that the exact reader still reads right."""
     drawn = scenes.draw(count, seed=9_999)
     images = scenes.render(drawn)
-    latents = encode(vae, to_pixel_values(images))
-    decoded = torch.cat([vae.decode(batch).sample for batch in latents.split(64)]).clamp(-1, 1)
-    error = ((decoded - to_pixel_values(images)) ** 2).mean(dim=(1, 2, 3))
-    found = scenes.check(((decoded + 1) * 127.5).round().byte().numpy(), [scene.caption for scene in drawn])
-    return {"psnr_db": float((10 * torch.log10(4 / error)).mean()), "read_right": float(found["strict"].mean())}
+    latents = encode(vae, models.to_pixel_values(images))
+    decoded = models.to_images(torch.cat([vae.decode(batch).sample for batch in latents.split(64)]))
+    found = scenes.check(decoded.numpy(), [scene.caption for scene in drawn])
+    return {"psnr_db": float(pictures.psnr(images, decoded.numpy()).mean()), "read_right": float(found["strict"].mean())}
 
 
 @torch.no_grad()
@@ -251,7 +245,7 @@ def measure_clip(clip: CLIPModel, tokenizer: CLIPTokenizer, *, count: int = 1024
 
 
 def _cosines(clip: CLIPModel, tokenizer: CLIPTokenizer, drawn: Sequence[scenes.Scene]) -> torch.Tensor:
-    pixel_values = to_pixel_values(scenes.render(drawn))
+    pixel_values = models.to_pixel_values(scenes.render(drawn))
     output = clip(input_ids=tokenize(tokenizer, [scene.caption for scene in drawn]), pixel_values=pixel_values)
     return output.image_embeds @ output.text_embeds.T
 
@@ -264,7 +258,7 @@ def save(folder: str | Path, *, tokenizer: CLIPTokenizer, vae: AutoencoderKL, cl
     text_encoder.load_state_dict(clip.text_model.state_dict())
     tokenizer.save_pretrained(root / "tokenizer")
     for part, module in (("vae", vae), ("text_encoder", text_encoder), ("judge", judge)):
-        module.half().save_pretrained(root / part)
+        models.save_part(module.half(), root / part)
         module.float()
     return root
 
@@ -278,7 +272,7 @@ def write_preset(path: Path, parts: Path) -> str:
 def adopt_unet(folder: str | Path, pipeline: str | Path) -> None:
     """Put the UNet of a trained pipeline beside the frozen parts, in float16, so that the folder is a pipeline itself."""
     root, trained = resolve_path(folder), resolve_path(pipeline)
-    models.load(str(trained)).unet.half().save_pretrained(root / "unet")
+    models.save_part(models.load(str(trained)).unet.half(), root / "unet")
     shutil.copytree(trained / "scheduler", root / "scheduler", dirs_exist_ok=True)
     for name in ("model_index.json", "sdlab.json"):
         shutil.copy(trained / name, root / name)
@@ -325,7 +319,7 @@ def describe(folder: str | Path, *, size: Size, seed: int, figures: Mapping[str,
 def _card(about: Mapping[str, Any]) -> str:
     size, seed = about["steps"], about["seed"]
     good = {part: ", ".join(f"{name} {value:.3g}" for name, value in figures.items()) for part, figures in about["figures"].items()}
-    unet_steps = " + ".join(str(size[part]) for part in ("stage1_steps", "stage2_steps"))
+    unet_steps = f"{size['stage1_steps']} + {size['stage2_steps']}"
     lines = [
         "# The built-in model",
         "",

@@ -80,19 +80,23 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 def resolve_path(path: str | Path) -> Path:
     """An absolute path: relative ones start where the user is, or at the project's root from inside its notebooks folder."""
-    here = Path.cwd()
-    base = here.parent if here.name == "notebooks" and (here.parent / "papermill_runs").is_dir() else here
     if not str(path).strip():
         raise ConfigError("a path is empty; give a file or folder")
     try:
-        return (base / Path(path).expanduser()).resolve()
+        return (_base() / Path(path).expanduser()).resolve()
     except (ValueError, OSError, RuntimeError) as error:
         raise ConfigError(f"path {str(path)[:200]!r} cannot be used: {error}") from None
 
 
 def near_path(path: str | Path) -> str:
-    """A path as a person wants to read it: from where they are if it lies below, else as it is."""
-    return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else str(path)
+    """A path as a person wants to read it: from where relative paths start if it lies below that, else as it is."""
+    base = _base()
+    return str(Path(path).relative_to(base)) if Path(path).is_relative_to(base) else str(path)
+
+
+def _base() -> Path:
+    here = Path.cwd()
+    return here.parent if here.name == "notebooks" and (here.parent / "papermill_runs").is_dir() else here
 
 
 class NoiseSchedule(Model):

@@ -329,7 +329,7 @@ def _references(loaded: Sequence[models.TextToImage], yardstick: Yardstick) -> l
 def reconstruct(frozen: models.Frozen, images: np.ndarray) -> np.ndarray:
     """`images` encoded to the VAE's mean and decoded again, in batches of 64."""
     batches = torch.from_numpy(images).split(64)
-    means = (frozen.encode_moments(batch.float() / 127.5 - 1).chunk(2, dim=1)[0] for batch in batches)
+    means = (frozen.encode_moments(models.to_pixel_values(batch)).chunk(2, dim=1)[0] for batch in batches)
     return np.concatenate([frozen.decode(mean * frozen.scaling_factor).numpy() for mean in means])
 
 

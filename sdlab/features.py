@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import CLIPModel, CLIPTokenizer
 
 from sdlab.config import ConfigError
-from sdlab.models import TINY_DIR, hash_weights
+from sdlab.models import TINY_DIR, hash_weights, to_pixel_values
 
 BATCH_SIZE = 64
 """Rows of every forward of the judge; a short last batch is filled and cut, so that a feature does not depend on its neighbours."""
@@ -25,7 +25,7 @@ class Judge:
     """A CLIP that judges pictures, in float32.
 
     Both metrics use its *normalised* embeddings (length 1): a CLIP score is their dot product, and the Frechet distance of the built-in
-    family is defined on them too, which keeps it between 0 and 4 and near 0.02 for a good model.
+    family is defined on them too, which keeps it between 0 and 4, and at a few hundredths for a good model.
     """
 
     model: Any
@@ -57,7 +57,7 @@ class Judge:
             pixels = batch.float()
             if pixels.shape[-2:] != (self.side, self.side):
                 pixels = F.interpolate(pixels, (self.side, self.side), mode="bicubic", antialias=True).clamp(0, 255)
-            return self.model.visual_projection(self.model.vision_model(pixel_values=pixels / 127.5 - 1).pooler_output)
+            return self.model.visual_projection(self.model.vision_model(pixel_values=to_pixel_values(pixels)).pooler_output)
 
         return self._in_batches(forward, torch.from_numpy(images))
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
+from diffusers import AutoencoderKL, DDIMScheduler, ModelMixin, UNet2DConditionModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -28,6 +29,16 @@ TINY_DIR = Path(__file__).parent / "assets" / "tiny"
 logging.getLogger("diffusers").setLevel(logging.ERROR)
 logging.getLogger("transformers").setLevel(logging.ERROR)
 disable_progress_bar()
+
+
+def to_pixel_values(images: np.ndarray | Tensor) -> Tensor:
+    """`images`, uint8 (B, 3, H, W), as `pixel_values`: float32 in [-1, 1], as networks take them."""
+    return torch.as_tensor(images).float() / 127.5 - 1
+
+
+def to_images(pixel_values: Tensor) -> Tensor:
+    """`pixel_values` (B, 3, H, W) of any float type, cut to [-1, 1], as `images`: uint8 on the CPU."""
+    return ((pixel_values.float().clamp(-1, 1) + 1) * 127.5).round().to("cpu", torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -61,8 +72,7 @@ class Frozen:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Pictures as `images`, uint8 (B, 3, H, W) on the CPU, of scaled latents (B, C, h, w)."""
-        decoded = self.vae.decode(latents.to(self.device) / self.scaling_factor).sample.float()
-        return ((decoded.clamp(-1, 1) + 1) * 127.5).round().to("cpu", torch.uint8)
+        return to_images(self.vae.decode(latents.to(self.device) / self.scaling_factor).sample)
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Token ids, int64 (B, L), padded and cut to the encoder's length."""
@@ -345,7 +355,13 @@ def save_pipeline(folder: Path, model: TextToImage) -> None:
     index |= {name: [type(part).__module__.split(".")[0], type(part).__name__] for name, part in parts.items()}
     index |= dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder"), (None, None))
     for name, part in parts.items():
-        part.save_pretrained(folder / name)
-    runs.write_json(folder / "model_index.json", {**index, "requires_safety_checker": False})
-    about = {"weights": model.weights, "step": model.step, "resolution": model.resolution, "weights_hash": model.weights_hash}
-    runs.write_json(folder / "sdlab.json", about)
+        save_part(part, folder / name)
+    runs.write_json(folder / "model_index.json", dict(sorted({**index, "requires_safety_checker": False}.items())))
+    runs.write_json(folder / "sdlab.json", {"weights": model.weights, "step": model.step, "resolution": model.resolution})
+
+
+def save_part(part: Any, folder: Path) -> None:
+    """Write one part of a pipeline in its own library's layout, without the path that it was once loaded from."""
+    if isinstance(part, ModelMixin):
+        part.register_to_config(_name_or_path="")
+    part.save_pretrained(folder)

@@ -19,7 +19,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from sdlab import evaluate
-from sdlab.config import resolve_path
+from sdlab.config import near_path, resolve_path
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Line colours that also colour-blind readers tell apart."""
@@ -160,7 +160,7 @@ def _curves(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by model, weights and step, each in order of the guidance scale."""
     curves: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["guidance_scale"]):
-        name = plain(row["model"], 200)
+        name = plain(near_path(row["model"]), 200)
         label = f"{name if len(name) <= 32 else chr(0x2026) + name[-31:]} ({row['weights']}, step {row['step']})"
         curves.setdefault(label, []).append(row)
     return curves
@@ -247,7 +247,8 @@ def histogram(values: Sequence[float], title: str, xlabel: str) -> Picture:
     else:
         axes.text(0.5, 0.5, "nothing to count", transform=axes.transAxes, ha="center", color=GREY)
     _label_axes(axes, "", xlabel, "count")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=_whole(numbers), min_n_ticks=1))
+    if _whole(numbers):
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 

@@ -19,7 +19,7 @@ import torch
 
 from sdlab import cache, launch, models, pictures, preflight, presets, runs
 from sdlab.config import ConfigError, PrepareConfig, build, check_resolution, resolve_path
-from sdlab.models import Frozen
+from sdlab.models import Frozen, to_pixel_values
 from sdlab.pictures import Pixels
 from sdlab.preflight import Found
 from sdlab.sources import Item, Source
@@ -228,7 +228,7 @@ class _Moments:
     def add(self, pixels: Pixels, items: Sequence[Item], texts: Mapping[str, int]) -> None:
         """Encode and write one batch."""
         images, ids = pixels.images[self._resolution], [texts[item.caption or ""] for item in items]
-        pixel_values = torch.from_numpy(images).float() / 127.5 - 1
+        pixel_values = to_pixel_values(images)
         parts = [self._frozen.encode_moments(part) for part in pixel_values.split(ENCODED_AT_ONCE[self._frozen.device.type])]
         moments = _to_half(torch.cat(parts), what=f"moments at resolution {self._resolution}")
         columns = {"moments": moments, "original_size": pixels.original_size, "crop": pixels.crop[self._resolution], "text": ids}
@@ -252,19 +252,13 @@ class _Moments:
         about = {"count": self._count, "shape": list(self._shape), "dtype": "float16", "upscaled": self._upscaled}
         checked = {
             "range": {name: list(bounds) for name, bounds in self._range.items()},
-            "psnr_db": round(float(psnr(images, decoded).mean()), 2),
+            "psnr_db": round(float(pictures.psnr(images, decoded).mean()), 2),
         }
         return {**about, **checked, "shards": self._writer.publish()}
 
     def _decode_samples(self) -> tuple[np.ndarray, np.ndarray]:
         means = torch.from_numpy(np.stack([mean for _, _, mean in self._samples])).float()
         return np.stack([image for _, image, _ in self._samples]), self._frozen.decode(means * self._frozen.scaling_factor).numpy()
-
-
-def psnr(images: np.ndarray, decoded: np.ndarray) -> np.ndarray:
-    """Peak signal-to-noise ratio in dB of each pair of uint8 pictures (B, 3, H, W), float64 (B,); equal ones count as 100 dB."""
-    error = ((images.astype(np.float64) - decoded) ** 2).mean(axis=(1, 2, 3))
-    return np.minimum(100.0, 10 * np.log10(255**2 / np.maximum(error, 1e-12)))
 
 
 # What a person looks at

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sdlab import evaluate, presets
-from sdlab.config import TrainConfig, accumulation_steps
+from sdlab.config import TrainConfig, accumulation_steps, near_path
 
 Row = Mapping[str, Any]
 MISSING = "\u2013"
@@ -151,7 +151,7 @@ def _measured(row: Row) -> tuple[Any, ...]:
 
 
 def _curve_name(row: Row) -> str:
-    return f"{row['model']} ({row['weights']}, step {row['step']})"
+    return f"{near_path(row['model'])} ({row['weights']}, step {row['step']})"
 
 
 def describe_curve(rows: Sequence[Row]) -> str:

@@ -78,13 +78,14 @@ def panel(model: models.TextToImage, request: Request, *, guidance: sample.Guida
 def panel_or_grid(
     model: models.TextToImage, request: Request, *, interactive: Interactive, guidance: sample.Guidance = diffusion.constant_guidance
 ) -> Panel | Image.Image:
-    """The panel where somebody can click, else the picture that it would show first.
+    """The panel where somebody can click, else the picture that it would show first, with a printed line that says what it is.
 
     Raises:
         ConfigError: as `panel` or `sample.sample`.
     """
     if interactive_wanted(interactive):
         return panel(model, request, guidance=guidance)
+    print(request)
     return sample.tile(_draw(model, request, guidance), columns=COLUMNS)
 
 

@@ -29,6 +29,7 @@ def test_the_shipped_judge_finds_the_right_caption() -> None:
 
 def test_the_judge_is_another_and_better_clip_than_the_one_that_conditions() -> None:
     assert ABOUT["judge"]["top1_of_64"] > ABOUT["clip"]["top1_of_64"]
+    assert ABOUT["clip"]["relation_right"] >= 0.95
 
 
 def test_the_tokenizer_marks_start_end_and_padding() -> None:

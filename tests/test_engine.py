@@ -180,7 +180,7 @@ def test_papermill_works_when_sdlab_is_broken(tmp_path):
     assert shown.stdout.startswith(str(copy)) and "papermill" in shown.stdout
 
 
-@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "MALLOC_TRIM_THRESHOLD_"])
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"])
 def test_a_users_own_setting_of_threads_and_memory_is_kept(name):
     assert int(kernel_environment({"HOME": "/h"})[name]) > 9
     assert kernel_environment({name: "9", "HOME": "/h"})[name] == "9"

@@ -49,7 +49,10 @@ def test_long_captions_are_cut_and_counted(frozen: models.Frozen) -> None:
 def test_the_built_in_model_loads_and_says_what_it_is() -> None:
     model = models.load("tiny")
     assert (model.name, model.weights, model.resolution) == ("tiny", "ema", 64)
-    assert model.networks.unet["block_out_channels"] == (96, 160) or model.networks.unet["block_out_channels"] == [96, 160]
+    asked = {name: model.unet.config[name] for name in TINY.networks.unet}
+    assert json.loads(json.dumps(asked)) == TINY.networks.unet
+    assert model.networks.noise_schedule == TINY.networks.noise_schedule
+    assert model.networks.prediction_type == TINY.networks.prediction_type
 
 
 def test_hand_over_lists_every_key_that_does_not_fit() -> None:

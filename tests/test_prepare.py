@@ -9,7 +9,7 @@ from PIL import Image
 
 from sdlab import cache, models, preflight, prepare, scenes
 from sdlab.config import ConfigError
-from sdlab.pictures import PIXEL_VERSION
+from sdlab.pictures import PIXEL_VERSION, psnr
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
 EMOJI = sorted(scenes.EMOJI_DIR.glob("*.png"))
@@ -54,7 +54,7 @@ def test_the_manifest_says_what_was_made_from_what(scenes_dir, frozen):
     assert entry["count"] == 40 and entry["upscaled"] == 0
     assert -1 <= entry["range"]["pixel_values"][0] < entry["range"]["pixel_values"][1] <= 1
     kept = prepare.sample_pictures(scenes_dir, 64, n=40)
-    assert entry["psnr_db"] == pytest.approx(prepare.psnr(kept.images, kept.decoded).mean(), abs=0.01)
+    assert entry["psnr_db"] == pytest.approx(psnr(kept.images, kept.decoded).mean(), abs=0.01)
 
 
 def test_tars_of_every_transparent_mode_lose_nothing_and_lie_on_white(tmp_path):

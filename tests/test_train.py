@@ -104,14 +104,19 @@ def test_the_second_stage_starts_from_the_first_ones_average_and_says_so(scenes_
     assert lineage["sha256"] == runs.file_hash(runs.find_checkpoint(whole) / "ema.safetensors")
 
 
-def test_the_export_is_a_pipeline_that_loads_again(whole: Path) -> None:
+def test_the_export_is_a_pipeline_that_loads_again(whole: Path, tmp_path: Path) -> None:
     from diffusers import StableDiffusionPipeline
 
     model = models.load(str(whole / "export"))
     assert (model.weights, model.step, model.resolution) == ("ema", 4, 32)
     saved = load_file(runs.find_checkpoint(whole) / "ema.safetensors")
     assert all(torch.equal(value, saved[key]) for key, value in model.unet.state_dict().items())
-    assert StableDiffusionPipeline.from_pretrained(whole / "export").scheduler.config.prediction_type == "v_prediction"
+    pipeline = StableDiffusionPipeline.from_pretrained(whole / "export")
+    assert pipeline.scheduler.config.prediction_type == "v_prediction"
+    pipeline.save_pretrained(tmp_path)
+    written, theirs = (json.loads((folder / "model_index.json").read_text()) for folder in (whole / "export", tmp_path))
+    assert written == {name: part for name, part in theirs.items() if name != "_name_or_path"}
+    assert all(str(models.TINY_DIR) not in path.read_text() for path in (whole / "export").rglob("*.json"))
 
 
 def test_an_interrupt_stops_after_the_step_with_a_checkpoint_and_the_run_goes_on(scenes_dir: Path, tmp_path: Path) -> None:
