@@ -272,6 +272,8 @@ def load(model: str, *, weights: str = "ema", checkpoint: str | int = "latest") 
     if weights not in ("ema", "raw", "auto"):
         raise ConfigError(f"weights={weights!r}; allowed are 'ema', 'raw' and 'auto'")
     folder = TINY_DIR if model == "tiny" else resolve_path(model)
+    if not folder.exists():
+        raise ConfigError(f"there is no model at {model!r}; give a run folder, a pipeline folder or 'tiny'")
     if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
         return _load_run(folder, weights=weights, checkpoint=checkpoint, name=model)
     if checkpoint != "latest":

@@ -282,7 +282,7 @@ def image_grid(images: np.ndarray, row_labels: Sequence[object], column_labels: 
         raise ValueError(f"{len(row_labels)} row and {len(column_labels)} column labels do not fit a grid of {rows} x {columns} pictures")
     cell = max(0.7, min(1.5, 11 / columns))
     gap, tall = max(1, width // 16), cell * height / width
-    figure = _figure(columns * cell + 2.2, rows * tall + 0.9, title)
+    figure = _figure(columns * cell + 2.5, rows * tall + 0.9, title)
     axes = figure.subplots()
     axes.imshow(_mosaic(images, gap), interpolation="nearest")
     axes.set_axis_off()

@@ -41,7 +41,8 @@ def stage(preset: Preset, name: str, overrides: Mapping[str, Any] | None = None)
         ConfigError: unknown stage or field, or a value that does not fit.
     """
     if name not in preset.stages:
-        raise ConfigError(f"stage {name!r} is not in preset {preset.name!r}{hint(name, preset.stages)}")
+        known = ", ".join(preset.stages)
+        raise ConfigError(f"stage {name!r} is not in preset {preset.name!r}, which has {known}{hint(name, preset.stages)}")
     fields = {**preset.stages[name].model_dump(), **(overrides or {})}
     return build(Stage, fields, where=f"overrides of {preset.name}/{name}" if overrides else f"stage {name!r}")
 

@@ -173,7 +173,7 @@ def test_a_users_preset_file_and_overrides_reach_the_run(scenes_dir: Path, tmp_p
         ({"data_dir": "/nowhere"}, "/nowhere"),
         ({"stage": "stage2_64"}, "starts from 'stage1_32': give init_from"),
         ({"init_from": "tiny"}, "starts from random weights"),
-        ({"stage": "stage2_64", "init_from": "/nowhere"}, "neither a run folder nor a pipeline folder"),
+        ({"stage": "stage2_64", "init_from": "/nowhere"}, "there is no model at '/nowhere'"),
         ({"precision": "16-true"}, "precision.*given: '16-true'"),
         ({"devices": 2}, "devices"),
         ({"overrides": {"learning_rate": float("inf")}}, "learning_rate"),
