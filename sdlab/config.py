@@ -74,8 +74,13 @@ def _names(model: Any, path: Iterable[Any]) -> list[str]:
 def hint(name: str, known: Iterable[str]) -> str:
     """ "; did you mean 'x'?" for the known name nearest to `name`, else the list of known names."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known) or 'none'}"
+    return nearest(name, known) or f"; known are {', '.join(known) or 'none'}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" for the known name nearest to `name`, nothing where none is near."""
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def resolve_path(path: str | Path) -> Path:

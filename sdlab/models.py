@@ -32,7 +32,7 @@ disable_progress_bar()
 
 
 def to_pixel_values(images: np.ndarray | Tensor) -> Tensor:
-    """`images`, uint8 (B, 3, H, W), as `pixel_values`: float32 in [-1, 1], as networks take them."""
+    """`images` (B, 3, H, W) from 0 to 255, uint8 or resized to floats, as `pixel_values`: float32 in [-1, 1], as networks take them."""
     return torch.as_tensor(images).float() / 127.5 - 1
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from sdlab.config import ConfigError, Preset, Stage, build, hint, resolve_path
+from sdlab.config import ConfigError, Preset, Stage, build, hint, nearest, resolve_path
 
 PRESET_DIR = Path(__file__).parent / "assets" / "presets"
 
@@ -42,7 +42,7 @@ def stage(preset: Preset, name: str, overrides: Mapping[str, Any] | None = None)
     """
     if name not in preset.stages:
         known = ", ".join(preset.stages)
-        raise ConfigError(f"stage {name!r} is not in preset {preset.name!r}, which has {known}{hint(name, preset.stages)}")
+        raise ConfigError(f"stage {name!r} is not in preset {preset.name!r}, which has {known}{nearest(name, preset.stages)}")
     fields = {**preset.stages[name].model_dump(), **(overrides or {})}
     return build(Stage, fields, where=f"overrides of {preset.name}/{name}" if overrides else f"stage {name!r}")
 
