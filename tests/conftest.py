@@ -1,6 +1,7 @@
-"""What all tests share: quiet threads, and small sets of pictures and scenes, and the frozen parts."""
+"""What all tests share: quiet threads, a terminal's signals, small sets of pictures and scenes, and the frozen parts."""
 
 import os
+import signal
 
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +14,11 @@ import pytest
 
 if TYPE_CHECKING:
     from sdlab.models import Frozen
+
+# nohup and a shell's background jobs start with these ignored, and what is ignored the engine leaves alone
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 
 def needs(part: str, there: bool) -> None:

@@ -124,8 +124,6 @@ def deferring(tmp_path):
 
 
 def test_a_cell_may_finish_its_work_after_a_signal_but_no_other_cell_begins(tmp_path, deferring):
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup leaves it ignored, and then the engine ignores it too
-
     def interrupt():
         wait_for(tmp_path / "busy")
         os.kill(os.getpid(), signal.SIGHUP)
