@@ -1,12 +1,13 @@
 """From the cache to the tensors of a training step: which samples, which noise, which timesteps, which captions dropped.
 
-Everything is a function of (seed, step, slot) alone, so a run depends neither on the micro-batch size nor on having been stopped.
+Everything is a function of (seed, step, slot) alone, so a run depends neither on ranks nor on having been stopped; and, with
+pictures of one shape, not on the micro-batch size.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -16,7 +17,12 @@ from torch import Tensor
 
 from sdlab import diffusion
 from sdlab.cache import Cache
-from sdlab.config import Networks, Stage
+from sdlab.config import ConfigError, Networks, Stage, accumulation_steps
+
+BLOCK_SHARDS = 16
+"""Shards whose rows are shuffled together: an epoch reads so many at a time, in random order, and all rows of each once."""
+HAND = 1 << 16
+"""Micro-batches of all buckets that are shuffled together."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +33,12 @@ class Batch:
     timesteps: Tensor
     prompt_embeds: Tensor
     target: Tensor
+    dropped: Tensor
+    """Whose caption gave way to the null condition, bool (B,)."""
 
 
 class Batches:
-    """The endless stream of training batches of one run.
+    """The endless stream of training batches of one run, as one rank sees it.
 
     Args:
         cache: moments and text states.
@@ -39,44 +47,77 @@ class Batches:
         scaling_factor: turns latents into scaled ones.
         micro_batch_size: samples a forward; divides the global batch size.
         seed: of order, noise, timesteps and drops.
+        rank: which share of each step this is.
+        world_size: how many shares there are.
+        encode_text: text states (B, L, D) of token ids (B, L), for a cache without them.
+
+    Raises:
+        ConfigError: batch sizes that do not divide, or a cache without text states and no `encode_text`.
     """
 
-    def __init__(self, cache: Cache, recipe: Stage, networks: Networks, *, scaling_factor: float, micro_batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        recipe: Stage,
+        networks: Networks,
+        *,
+        scaling_factor: float,
+        micro_batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        encode_text: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        if not cache.has_text_states and encode_text is None:
+            raise ConfigError(f"data_dir {cache.folder} holds token ids alone (text_states=False): a text encoder is needed to train on it")
+        count = accumulation_steps(recipe.global_batch_size, micro_batch_size, world_size=world_size)
         self.cache, self.recipe, self.networks = cache, recipe, networks
         self.scaling_factor, self.micro_batch_size, self.seed = scaling_factor, micro_batch_size, seed
         self.alphas = diffusion.alphas_cumprod(networks.noise_schedule)
+        self.order = Order(cache, micro_batch_size, seed)
+        self._mine = range(rank * count, (rank + 1) * count)
+        self._encode_text = encode_text
+        self._null = self._embeds({"input_ids": cache.null_ids[None]})[0] if cache.null_embeds is None else cache.null_embeds
 
     def sample_indices(self, step: int) -> list[int]:
-        """Rows of the cache that step `step` (from 1) trains on: slot j takes the k-th of perm(epoch 0), perm(epoch 1), ..."""
+        """Rows of the cache that step `step` (from 1) trains on, over all ranks, by slot."""
         first = (step - 1) * self.recipe.global_batch_size
-        places = (divmod(k, len(self.cache)) for k in range(first, first + self.recipe.global_batch_size))
-        return [int(_permutation(self.seed, epoch, len(self.cache))[place]) for epoch, place in places]
+        return self.order.rows(first, first + self.recipe.global_batch_size)
 
     def step(self, step: int) -> list[Batch]:
-        """The micro-batches of optimizer step `step` (from 1), on the CPU."""
-        rows = self.cache.rows(self.sample_indices(step))
+        """This rank's micro-batches of optimizer step `step` (from 1), on the CPU."""
+        indices = self.sample_indices(step)
+        return [self._micro_batch(step, indices, number * self.micro_batch_size) for number in self._mine]
+
+    def _micro_batch(self, step: int, indices: list[int], first: int) -> Batch:
+        rows = self.cache.rows(indices[first : first + self.micro_batch_size])
         mean, logvar = rows["moments"].chunk(2, dim=1)
-        posterior_noise, noise, timesteps, dropped = self._draw(step, tuple(mean.shape[1:]))
+        posterior_noise, noise, timesteps, dropped = self._draw(step, first, tuple(mean.shape[1:]))
         latents = (mean + torch.exp(0.5 * logvar.clamp(-30, 20)) * posterior_noise) * self.scaling_factor
-        prompt_embeds = torch.where(dropped[:, None, None], self.cache.null_embeds, rows["prompt_embeds"])
+        prompt_embeds = torch.where(dropped[:, None, None], self._null, self._embeds(rows))
         noisy_latents = diffusion.add_noise(latents, noise, timesteps, alphas=self.alphas)
         target = diffusion.training_target(latents, noise, timesteps, alphas=self.alphas, prediction_type=self.networks.prediction_type)
-        parts = (tensor.split(self.micro_batch_size) for tensor in (noisy_latents, timesteps, prompt_embeds, target))
-        return [Batch(*part) for part in zip(*parts, strict=True)]
+        return Batch(noisy_latents, timesteps, prompt_embeds, target, dropped)
 
-    def _draw(self, step: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        count = self.recipe.global_batch_size
+    def _embeds(self, rows: dict[str, Tensor]) -> Tensor:
+        if "prompt_embeds" in rows:
+            return rows["prompt_embeds"]
+        assert self._encode_text is not None
+        return self._encode_text(rows["input_ids"]).float().cpu()
+
+    def _draw(self, step: int, first: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        count = self.micro_batch_size
         noises, timesteps, dropped = np.empty((2, count, *shape), np.float32), np.empty(count, np.int64), np.empty(count, bool)
-        for slot in range(count):
-            random = slot_generator(self.seed, step, slot)
-            noises[:, slot] = random.standard_normal((2, *shape), dtype=np.float32)
-            timesteps[slot] = random.integers(len(self.alphas))
-            dropped[slot] = random.random() < self.recipe.caption_drop_prob
+        for place in range(count):
+            random = slot_generator(self.seed, step, first + place)
+            noises[:, place] = random.standard_normal((2, *shape), dtype=np.float32)
+            timesteps[place] = random.integers(len(self.alphas))
+            dropped[place] = random.random() < self.recipe.caption_drop_prob
         posterior_noise, noise = torch.from_numpy(noises)
         return posterior_noise, noise, torch.from_numpy(timesteps), torch.from_numpy(dropped)
 
     def steps(self, first: int, last: int, *, prefetch: bool) -> Iterator[list[Batch]]:
-        """The micro-batches of steps `first` to `last`.
+        """This rank's micro-batches of steps `first` to `last`.
 
         Args:
             first: the first step, from 1.
@@ -95,11 +136,77 @@ class Batches:
                 yield ready
 
 
+class Order:
+    """Which row of the cache each sample of the stream is: a function of seed and epoch, kept by no state.
+
+    Pictures of one shape: sample k is perm[k // N][k % N], no drop, no pad. Of several: each bucket has a permutation of its own, cut
+    into micro-batches, the last of them filled from the permutation's start; the micro-batches of all buckets come in random order.
+
+    A permutation takes the shards in random order and shuffles the rows of `BLOCK_SHARDS` of them together, and micro-batches are
+    shuffled by `HAND`, each with its share of every bucket: so reads stay local, and memory does not grow with the data.
+    """
+
+    def __init__(self, cache: Cache, micro_batch_size: int, seed: int) -> None:
+        self.buckets, self.micro_batch_size, self.seed = cache.buckets, micro_batch_size, seed
+        self._shards = [cache.shard_rows(bucket) for bucket in cache.buckets]
+        self._per_bucket = [-(-bucket.count // micro_batch_size) for bucket in cache.buckets]
+        hands = -(-sum(self._per_bucket) // HAND)
+        self._before = np.outer(np.arange(hands + 1), self._per_bucket) // hands
+        self._hands = self._before.sum(axis=1)
+        self._shuffled = functools.lru_cache(128)(self._shuffle)
+        self._block = functools.lru_cache(128)(self._shuffle_block)
+        self._dealt = functools.lru_cache(2)(self._deal)
+
+    @property
+    def filled(self) -> list[int]:
+        """Samples that an epoch shows a second time, by bucket."""
+        if len(self.buckets) == 1:
+            return [0]
+        return [count * self.micro_batch_size - one.count for one, count in zip(self.buckets, self._per_bucket, strict=True)]
+
+    def rows(self, first: int, stop: int) -> list[int]:
+        """Rows of samples `first` to `stop`, counted over all epochs."""
+        if len(self.buckets) == 1:
+            return [self._at(0, *divmod(sample, self.buckets[0].count)) for sample in range(first, stop)]
+        return [self._in_micro_batch(*divmod(sample, self.micro_batch_size)) for sample in range(first, stop)]
+
+    def _in_micro_batch(self, number: int, place: int) -> int:
+        epoch, number = divmod(number, int(self._hands[-1]))
+        hand = int(np.searchsorted(self._hands, number, side="right")) - 1
+        bucket, before = self._dealt(epoch, hand)[:, number - self._hands[hand]].tolist()
+        return self._at(bucket, epoch, (before * self.micro_batch_size + place) % self.buckets[bucket].count)
+
+    def _at(self, bucket: int, epoch: int, place: int) -> int:
+        """The row at a place of a bucket's permutation."""
+        _, ends = self._shuffled(bucket, epoch)
+        block = int(np.searchsorted(ends, place, side="right"))
+        return int(self._block(bucket, epoch, block)[place - (int(ends[block - 1]) if block else 0)])
+
+    def _shuffle(self, bucket: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """A bucket's shards in the order of one epoch, and the places at which each block of them ends."""
+        sizes = np.array([len(rows) for rows in self._shards[bucket]])
+        order = np.random.default_rng((self.seed, epoch, bucket, 0)).permutation(len(sizes))
+        ends = np.cumsum(sizes[order])
+        return order, ends[[*range(BLOCK_SHARDS - 1, len(ends) - 1, BLOCK_SHARDS), len(ends) - 1]]
+
+    def _shuffle_block(self, bucket: int, epoch: int, number: int) -> np.ndarray:
+        """The rows of one block of shards, shuffled."""
+        order, _ = self._shuffled(bucket, epoch)
+        shards = [self._shards[bucket][one] for one in order[number * BLOCK_SHARDS : (number + 1) * BLOCK_SHARDS]]
+        rows = np.concatenate([np.arange(shard.start, shard.stop) for shard in shards])
+        return np.random.default_rng((self.seed, epoch, bucket, 1 + number)).permutation(rows)
+
+    def _deal(self, epoch: int, hand: int) -> np.ndarray:
+        """For each micro-batch of a hand: its bucket, and how many of that bucket come before it in the epoch, int64 (2, M)."""
+        first, last = self._before[hand : hand + 2]
+        buckets = np.repeat(np.arange(len(first)), last - first)
+        bucket = np.random.default_rng((self.seed, epoch, len(first), hand)).permutation(buckets)
+        before = np.empty_like(bucket)
+        for number in range(len(first)):
+            before[bucket == number] = np.arange(first[number], last[number])
+        return np.stack([bucket, before])
+
+
 def slot_generator(seed: int, step: int, slot: int) -> np.random.Generator:
     """The random stream of slot `slot` of step `step`: a counter-based generator, so that no two slots share numbers."""
     return np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, slot, step]))
-
-
-@functools.lru_cache(maxsize=4)
-def _permutation(seed: int, epoch: int, count: int) -> np.ndarray:
-    return np.random.default_rng((seed, epoch)).permutation(count)

@@ -1,7 +1,8 @@
 """The cache that training reads: VAE moments and text states in memory-mapped Arrow shards, described by `manifest.json`.
 
-A folder of shards is written beside its place and moved there whole; the manifest names it only after that. So what the
-manifest names is complete, whatever moment a writer was killed at.
+A shard never changes: it is named after what it holds, written beside its place and moved there whole. The manifest names
+shards only once they are all there, and is replaced in one step. So what the manifest names is complete, whatever moment a
+writer was killed at, and what an earlier manifest named can be taken over row by row.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import socket
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +23,27 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from sdlab import runs
 from sdlab.config import ConfigError, resolve_path
 
 MANIFEST = "manifest.json"
-SCHEMA = "sdlab cache 1"
+SCHEMA = "sdlab cache 2"
 TEXT = "text"
-"""Folder of the text states: one row for each different caption; row 0 is the null condition, the empty caption."""
-SHARD_BYTES = 256 << 20
+"""Folder of the text shards: different captions and what the text encoder says; the first shard is the null condition alone."""
+ROWS = 2048
+"""Rows of a full shard: the most work that a kill costs."""
+CHUNK = 64
+"""Rows of a record batch in a shard."""
+MAPPED = 8192
+"""Shards that are mapped at a time; a Linux process may have 65,530 maps."""
+KEY = np.dtype("V16")
+"""Names what a row was made from."""
+PLACES = {name: np.dtype((np.int32, (2,))) for name in ("original_size", "crop", "text")}
+"""Columns beside the moments: height and width, top and left, and where the caption is: shard and row."""
+OURS = re.compile(r"[0-9a-f]{32}\.(arrow|json)|samples-[0-9a-f]{16}\.npz")
+"""Names of files that are written beside shards."""
+LEFT = re.compile(r"[0-9a-f]{32}\..+\.partial|\.[0-9a-f]{32}\.json\.\d+|samples-[0-9a-f]{16}\.npz\.partial\.npz")
+"""Names of files that a killed writer leaves."""
 
 
 def moments_folder(resolution: int) -> str:
@@ -32,99 +51,188 @@ def moments_folder(resolution: int) -> str:
     return f"moments_{resolution}"
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """Rows of one shape: pixels and latents, and which rows of the cache they are."""
+
+    height: int
+    width: int
+    first: int
+    count: int
+
+
 class Cache:
-    """One resolution of a prepared folder, memory-mapped: opening reads no moments.
+    """One resolution of a prepared folder: opening reads no shards, and each is memory-mapped when it is first asked for.
 
     Attributes:
-        key: what the rows were made from: file bytes, captions, encoders, size, crop and pixel version.
+        key: what the rows were made from: file bytes, captions, encoders, shapes, crops and pixel version.
         manifest: the whole `manifest.json`.
-        resolution: pixels a side.
-        null_embeds: `prompt_embeds` of the empty caption, float32 (L, D).
-        original_size: int32 (N, 2), height and width before any resize.
-        crop: int32 (N, 2), top and left in the resized picture.
+        resolution: pixels a side of a square with the area of all pictures.
+        buckets: rows by shape, one bucket for square pictures.
+        null_ids: token ids of the empty caption, int64 (L,).
+        null_embeds: `prompt_embeds` of the empty caption, float32 (L, D); None where text states were not cached.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], resolution: int) -> None:
-        entry = manifest["resolutions"][str(resolution)]
-        rows, texts = _open_shards(folder / moments_folder(resolution), entry), _open_shards(folder / TEXT, manifest["text"])
+        entry, text = manifest["resolutions"][str(resolution)], manifest["text"]
         self.folder, self.manifest, self.resolution, self.key = folder, manifest, resolution, str(entry["key"])
-        self.original_size, self.crop = (np.concatenate(list(_arrays(rows.column(name), (2,)))) for name in ("original_size", "crop"))
-        self._text_ids = rows.column("text").to_numpy()
-        self._texts = texts
-        self._moments = _Rows(rows.column("moments"), entry["shape"])
-        self._embeds = _Rows(texts.column("prompt_embeds"), manifest["text"]["shape"])
-        self.null_embeds = torch.from_numpy(self._embeds.take([0])[0]).float()
+        starts = np.cumsum([0, *(bucket["count"] for bucket in entry["buckets"])]).tolist()
+        self.buckets = tuple(
+            Bucket(bucket["height"], bucket["width"], first, bucket["count"])
+            for bucket, first in zip(entry["buckets"], starts, strict=False)
+        )
+        check_sizes(folder, manifest, resolution)
+        place = folder / moments_folder(resolution)
+        columns = [{"moments": np.dtype((np.float16, tuple(bucket["shape"]))), **PLACES} for bucket in entry["buckets"]]
+        self._shards = _Shards(
+            [(place / shard["name"], names) for bucket, names in zip(entry["buckets"], columns, strict=True) for shard in bucket["shards"]]
+        )
+        self._starts = np.cumsum([0, *(shard["rows"] for bucket in entry["buckets"] for shard in bucket["shards"])])
+        self._bucket_starts = np.array(starts)
+        self.has_text_states = bool(text["states"])
+        texts = {"input_ids": np.dtype((np.int32, (text["length"],)))}
+        texts |= {"prompt_embeds": np.dtype((np.float16, (text["length"], text["width"])))} if self.has_text_states else {}
+        self._texts = _Shards([(folder / TEXT / shard["name"], texts) for shard in text["shards"]])
+        null = self._texts.take(list(texts), np.array([0]), np.array([0]))
+        self.null_ids = torch.from_numpy(null["input_ids"][0]).long()
+        self.null_embeds = torch.from_numpy(null["prompt_embeds"][0]).float() if self.has_text_states else None
 
     def __len__(self) -> int:
-        return len(self._text_ids)
+        return int(self._starts[-1])
 
-    @functools.cached_property
-    def captions(self) -> list[str]:
-        """Captions in row order; "" where a picture has none."""
-        texts = self._texts.column("caption").to_pylist()
-        return [texts[index] for index in self._text_ids]
+    def bucket(self, row: int) -> Bucket:
+        """The bucket that a row belongs to."""
+        return self.buckets[int(np.searchsorted(self._bucket_starts, row, side="right")) - 1]
 
-    @functools.cached_property
-    def num_tokens(self) -> np.ndarray:
-        """Tokens of each row's caption before cutting, start and end included, int32 (N,)."""
-        return self._texts.column("num_tokens").to_numpy()[self._text_ids]
+    def shard_rows(self, bucket: Bucket) -> list[range]:
+        """Rows of a bucket by shard: rows that lie together on disk."""
+        inside = [(int(a), int(b)) for a, b in zip(self._starts[:-1], self._starts[1:], strict=True)]
+        return [range(a, b) for a, b in inside if bucket.first <= a < bucket.first + bucket.count]
 
-    def rows(self, indices: Sequence[int]) -> dict[str, Any]:
-        """Rows by index, in the order asked for.
+    def rows(self, indices: Sequence[int] | np.ndarray) -> dict[str, Any]:
+        """Rows by index, in the order asked for; all of one bucket.
 
         Returns:
-            `moments` float32 (B, 2C, h, w), `prompt_embeds` float32 (B, L, D); int32 arrays `original_size` and `crop` (B, 2).
+            `moments` float32 (B, 2C, h, w); `prompt_embeds` float32 (B, L, D) or, where text states were not cached, `input_ids`
+            int64 (B, L); int32 arrays `original_size`, `crop` and `target_size` (B, 2): height and width, or top and left.
+
+        Raises:
+            IndexError: an index lies outside [0, len).
+            ValueError: rows of different shapes.
+        """
+        index, shards, rows = self._find(indices)
+        bucket = self.bucket(int(index[0])) if index.size else self.buckets[0]
+        if index.size and not (index.min() >= bucket.first and index.max() < bucket.first + bucket.count):
+            raise ValueError("rows of different buckets are asked for together; their shapes differ")
+        taken = self._shards.take(["moments", *PLACES], shards, rows)
+        name = "prompt_embeds" if self.has_text_states else "input_ids"
+        text = torch.from_numpy(self._texts.take([name], *taken["text"].T)[name])
+        return {
+            "moments": torch.from_numpy(taken["moments"]).float(),
+            name: text.float() if self.has_text_states else text.long(),
+            "original_size": taken["original_size"],
+            "crop": taken["crop"],
+            "target_size": np.tile(np.array([bucket.height, bucket.width], np.int32), (len(index), 1)),
+        }
+
+    def captions(self, indices: Sequence[int] | range) -> list[str]:
+        """Captions of rows, "" where a picture has none.
 
         Raises:
             IndexError: an index lies outside [0, len).
         """
+        _, shards, rows = self._find(indices)
+        text = self._shards.take(["text"], shards, rows)["text"]
+        return [str(read_shard(self._texts.paths[shard]).column("caption")[row]) for shard, row in text.tolist()]
+
+    def _find(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Rows of the cache, and of each the shard and the row there."""
         index = np.asarray(indices, dtype=np.int64)
         if index.size and not (index.min() >= 0 and index.max() < len(self)):
             raise IndexError(f"rows {index.min()} to {index.max()} are asked for; the cache holds 0 to {len(self) - 1}")
+        shards = np.searchsorted(self._starts, index, side="right") - 1
+        return index, shards, index - self._starts[shards]
+
+
+class _Shards:
+    """Random access to the columns of numbers of many shards, of which a limited number is mapped at a time.
+
+    Args:
+        files: each shard, and what a row of each of its columns is.
+    """
+
+    def __init__(self, files: Sequence[tuple[Path, Mapping[str, np.dtype[Any]]]]) -> None:
+        self.paths = [path for path, _ in files]
+        self._columns = [columns for _, columns in files]
+        self._open = functools.lru_cache(MAPPED)(lambda number: _map(*files[number]))
+
+    def take(self, names: Sequence[str], shards: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Rows of some columns, each by the number of its shard and its row there."""
+        columns = {name: self._columns[shards[0] if len(shards) else 0][name] for name in names}
+        pieces: dict[str, list[memoryview]] = {name: [] for name in names}
+        sizes = [(name, column.itemsize, pieces[name].append) for name, column in columns.items()]
+        for shard, row in zip(shards.tolist(), rows.tolist(), strict=True):
+            data, starts = self._open(shard)
+            chunk, place = divmod(row, CHUNK)
+            for name, size, append in sizes:
+                start = starts[name][chunk] + place * size
+                append(data[start : start + size])
         return {
-            "moments": torch.from_numpy(self._moments.take(index)).float(),
-            "prompt_embeds": torch.from_numpy(self._embeds.take(self._text_ids[index])).float(),
-            "original_size": self.original_size[index],
-            "crop": self.crop[index],
+            name: np.frombuffer(bytearray().join(pieces[name]), column.base).reshape(len(shards), *column.shape)
+            for name, column in columns.items()
         }
 
 
-class _Rows:
-    """Random access to a column of fixed-size float16 rows without copying the column."""
-
-    def __init__(self, column: pa.ChunkedArray, shape: Sequence[int]) -> None:
-        self._shape = tuple(shape)
-        self._chunks = list(_arrays(column, self._shape))
-        self._starts = np.cumsum([0, *(len(chunk) for chunk in self._chunks)])
-
-    def take(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        taken = np.empty((len(indices), *self._shape), dtype=np.float16)
-        chunks = np.searchsorted(self._starts, indices, side="right") - 1
-        for place, (chunk, row) in enumerate(zip(chunks.tolist(), (indices - self._starts[chunks]).tolist(), strict=True)):
-            taken[place] = self._chunks[chunk][row]
-        return taken
+def _map(path: Path, columns: Iterable[str]) -> tuple[memoryview, dict[str, array[int]]]:
+    """The bytes of a shard, and for each column where each of its chunks begins."""
+    data, table = _read(path)
+    values = {name: [chunk.flatten().buffers()[1] for chunk in table.column(name).chunks] for name in columns}
+    return memoryview(data), {name: array("q", [one.address - data.address for one in chunks]) for name, chunks in values.items()}
 
 
-def _arrays(column: pa.ChunkedArray, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    for chunk in column.chunks:
-        yield chunk.flatten().to_numpy(zero_copy_only=True).reshape(-1, *shape)
-
-
-def _open_shards(folder: Path, entry: Mapping[str, Any]) -> pa.Table:
-    """One memory-mapped table of the shards that the manifest's `entry` lists.
+def read_shard(path: Path) -> pa.Table:
+    """A shard as a memory-mapped table.
 
     Raises:
-        ConfigError: a shard is missing or of another length.
+        ConfigError: it is not there or damaged.
     """
-    for name, size in entry["shards"].items():
-        there = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if there != size:
-            state = "is not there" if there is None else f"has {there:,} bytes, not {size:,}"
-            raise ConfigError(f"cache shard {folder / name} {state}; prepare the folder again (notebooks/01_prepare_data.ipynb)")
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[pa.Buffer, pa.Table]:
+    """The bytes of a shard and the table that lies in them."""
     try:
-        return pa.concat_tables([pa.ipc.open_stream(pa.memory_map(str(folder / name))).read_all() for name in entry["shards"]])
-    except pa.ArrowInvalid as error:
-        raise ConfigError(f"a cache shard in {folder} is damaged ({error}); prepare the folder again") from None
+        with pa.memory_map(str(path)) as mapped:
+            data = mapped.read_buffer()
+        return data, pa.ipc.open_stream(data).read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ConfigError(f"cache shard {path} is damaged ({' '.join(str(error).split())[:200]}); prepare the folder again") from None
+
+
+def shards_of(manifest: Mapping[str, Any], resolution: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Folder and description of each shard that one resolution needs."""
+    yield from ((TEXT, shard) for shard in manifest["text"]["shards"])
+    for bucket in manifest["resolutions"][str(resolution)]["buckets"]:
+        yield from ((moments_folder(resolution), shard) for shard in bucket["shards"])
+
+
+def check_sizes(folder: Path, manifest: Mapping[str, Any], resolution: int, *, hashes: bool = False) -> None:
+    """Make sure that every shard is there in its length; with `hashes`, that not a byte of it has changed.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    there = {
+        place: {entry.name: entry.stat().st_size for entry in os.scandir(folder / place)} if (folder / place).is_dir() else {}
+        for place in (TEXT, moments_folder(resolution))
+    }
+    for place, shard in shards_of(manifest, resolution):
+        path, size = folder / place / shard["name"], there[place].get(shard["name"])
+        state = "is not there" if size is None else f"has {size:,} bytes, not {shard['bytes']:,}" if size != shard["bytes"] else ""
+        if hashes and not state and runs.file_hash(path) != shard["sha256"]:
+            state = "has other content than when it was written"
+        if state:
+            raise ConfigError(f"cache shard {path} {state}; prepare the folder again (notebooks/01_prepare_data.ipynb)")
 
 
 def open_cache(data_dir: str | Path, resolution: int) -> Cache:
@@ -145,10 +253,10 @@ def open_cache(data_dir: str | Path, resolution: int) -> Cache:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a prepared folder; None where there is none.
+    """The manifest of a prepared folder, None where there is none.
 
     Raises:
-        ConfigError: the file is there and is not one of sdlab's.
+        ConfigError: the file is damaged, or of another version or program.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -156,82 +264,119 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON ({error}); give another data_dir, or remove the file to prepare anew") from None
+        raise ConfigError(f"{path} is damaged ({error}); give another data_dir") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         raise ConfigError(f"{path} was not written by this version of sdlab (it has no schema {SCHEMA!r}); give another data_dir")
     return manifest
 
 
-class ShardWriter:
-    """Writes a folder of Arrow shards beside its place; `publish` moves it there.
+# Writing
+
+
+def write_shard(folder: Path, name: str, batches: Iterator[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
+    """Write one shard and, last, `NAME.json`, without which it does not count.
 
     Args:
-        folder: the place.
-        lists: columns of fixed-size rows: their number type, and how many numbers a row holds.
-        values: columns of single values: their type.
-        shard_bytes: a new shard begins after this many bytes.
+        folder: where.
+        name: without suffix.
+        batches: `CHUNK` rows each, the last one fewer: arrays (B, n) of numbers, V16 keys (B,), or lists of text.
+        about: what to say of it besides rows, bytes and hash; looked at after the last batch.
     """
-
-    def __init__(
-        self, folder: Path, *, lists: Mapping[str, tuple[str, int]], values: Mapping[str, str], shard_bytes: int = SHARD_BYTES
-    ) -> None:
-        from datasets import Features, List, Value  # takes a second, and reading needs none of it
-
-        self.folder, self.partial, self._shard_bytes = folder, folder.with_name(folder.name + ".partial"), shard_bytes
-        self._features = Features(
-            {name: List(Value(kind), length=length) for name, (kind, length) in lists.items()}
-            | {name: Value(kind) for name, kind in values.items()}
-        )
-        self._writer: Any = None
-        self._count = self._bytes = 0
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
-
-    def write(self, columns: Mapping[str, Any]) -> None:
-        """Add a batch of rows: arrays (B, ...) for lists, sequences of B for single values."""
-        schema = self._features.arrow_schema
-        table = pa.Table.from_arrays([_column(columns[field.name], field.type) for field in schema], schema=schema)
-        if self._writer is None:
-            from datasets.arrow_writer import ArrowWriter
-
-            self._writer = ArrowWriter(features=self._features, path=str(self.partial / f"shard-{self._count:05d}.arrow"))
-            self._count += 1
-        self._writer.write_table(table)
-        self._bytes += table.nbytes
-        if self._bytes >= self._shard_bytes:
-            self._finish_shard()
-
-    def _finish_shard(self) -> None:
-        if self._writer is not None:
-            self._writer.finalize()
-            self._writer, self._bytes = None, 0
-
-    def publish(self) -> dict[str, int]:
-        """Move the folder to its place and return the shards' sizes in bytes by name."""
-        self._finish_shard()
-        remove_shards(self.folder)
-        os.rename(self.partial, self.folder)
-        return {path.name: path.stat().st_size for path in sorted(self.folder.glob("shard-*.arrow"))}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.arrow"
+    scratch = folder / f"{name}.{socket.gethostname()}.{os.getpid()}.partial"
+    rows, writer = 0, None
+    try:
+        with pa.OSFile(str(scratch), "wb") as sink:
+            for columns in batches:
+                batch = pa.RecordBatch.from_pydict({column: _column(values) for column, values in columns.items()})
+                writer = writer or pa.ipc.new_stream(sink, batch.schema)
+                writer.write_batch(batch)
+                rows += batch.num_rows
+            assert writer is not None
+            writer.close()
+        with scratch.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+    runs.write_json(folder / f"{name}.json", {"name": path.name, "rows": rows, **_measure(path), **about})
 
 
-def _column(values: Any, kind: pa.DataType) -> pa.Array:
-    if not pa.types.is_fixed_size_list(kind):
-        return pa.array(values, kind)
-    return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(values).reshape(-1), kind.value_type), kind.list_size)
+def _measure(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": runs.file_hash(path)}
 
 
-def remove_shards(folder: Path) -> None:
-    """Remove a folder of shards if it is there.
+def _column(values: Any) -> pa.Array:
+    if not isinstance(values, np.ndarray):
+        return pa.array(values)
+    if values.dtype == KEY:
+        return pa.array([key.tobytes() for key in values], pa.binary(16))
+    flat = np.ascontiguousarray(values).reshape(len(values), -1)
+    return pa.FixedSizeListArray.from_arrays(pa.array(flat.reshape(-1)), flat.shape[1])
 
-    Raises:
-        ConfigError: the folder holds something else.
-    """
-    if not folder.exists():
-        return
-    others = [path.name for path in folder.iterdir() if not (path.name.startswith("shard-") or path.name == "samples.npz")]
-    if others:
-        raise ConfigError(f"{folder} has to be replaced, but holds files that sdlab did not write ({others[0]!r}); give another data_dir")
-    shutil.rmtree(folder)
+
+def find_shard(folder: Path, name: str, *, hashes: bool = True) -> dict[str, Any] | None:
+    """What is said of a shard that is there whole, None where it is not."""
+    try:
+        about = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        path = folder / about["name"]
+        whole = path.stat().st_size == about["bytes"] and (not hashes or runs.file_hash(path) == about["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return about if whole else None
+
+
+def whole_shards(folder: Path) -> list[str]:
+    """Names of all shards in a folder that are there byte for byte, whether or not a manifest names them."""
+    paths = sorted(folder.glob("*.json")) if folder.is_dir() else []
+    return [path.stem for path in paths if OURS.fullmatch(path.name) and find_shard(folder, path.stem) is not None]
+
+
+class Old:
+    """Rows of earlier shards by key, wherever in a folder they lie."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self._tables = [read_shard(folder / f"{name}.arrow") for name in names]
+        keys = [keys_of(table) for table in self._tables]
+        together = np.concatenate([np.empty(0, KEY), *keys])
+        self._starts = np.cumsum([0, *map(len, keys)])
+        self._order = np.argsort(together)
+        self._keys = together[self._order]
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        """The place of each key, -1 for one that is nowhere: int64 (N,)."""
+        if not len(self._keys):
+            return np.full(len(keys), -1)
+        place = np.searchsorted(self._keys, keys).clip(max=len(self._keys) - 1)
+        return np.where(self._keys[place] == keys, self._order[place], -1)
+
+    def row(self, place: int, columns: Sequence[str]) -> dict[str, Any]:
+        """Some columns of a row: numbers as arrays (n,), text as text."""
+        number = int(np.searchsorted(self._starts, place, side="right")) - 1
+        table, row = self._tables[number], int(place - self._starts[number])
+        return {name: _cell(table.column(name), row) for name in columns}
+
+
+def _cell(column: pa.ChunkedArray, row: int) -> Any:
+    chunk = column.chunk(row // CHUNK)
+    if pa.types.is_fixed_size_list(column.type):
+        return chunk[row % CHUNK].values.to_numpy(zero_copy_only=True)
+    return chunk[row % CHUNK].as_py()
+
+
+def keys_of(table: pa.Table) -> np.ndarray:
+    """The column `key` of a shard: V16 (N,)."""
+    return np.frombuffer(b"".join(table.column("key").to_pylist()), KEY)
+
+
+def sweep(folder: Path, keep: set[str]) -> None:
+    """Remove shards of a folder that no manifest names, and what a killed writer left; other files stay."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if LEFT.fullmatch(path.name) or (OURS.fullmatch(path.name) and not {path.name, path.stem} & keep):
+            path.unlink()
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def check_disk(folder: Path, needed: int) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 PredictionType = Literal["epsilon", "v_prediction", "sample"]
 Precision = Literal["32-true", "bf16-mixed"]
-Crop = Literal["center", "random"]
-FILTERS = ("min_aspect", "max_aspect")
-"""Bounds on width / height, before any resize."""
+Crop = Literal["center", "random", "buckets"]
+SIZE_COLUMNS = ("width", "height", "aspect")
+"""What a filter can ask of the picture itself: pixels upright before any resize, and width / height."""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -175,6 +176,40 @@ class Preset(Model):
         return self
 
 
+class Filter(Model):
+    """A condition on a number that belongs to a picture; pictures that do not meet it are left out."""
+
+    column: str
+    """Of the metadata, or one of `SIZE_COLUMNS`."""
+    operator: Literal[">=", "<=", "==", "!=", ">", "<"]
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.column} {self.operator} {self.value:g}"
+
+
+_CONDITION = re.compile(r"\s*(?P<column>[^\s<>=!]+)\s*(?P<operator>>=|<=|==|!=|>|<)\s*(?P<value>[-+.\deE]+)\s*")
+
+
+def parse_filters(given: Any) -> Any:
+    """Filters from a table {column: "operator number"}, a list of "column operator number", or one such text with commas.
+
+    Raises:
+        ValueError: what is no condition.
+    """
+    if isinstance(given, Mapping):
+        given = [f"{column} {condition}" for column, condition in given.items()]
+    texts = [given] if isinstance(given, str) else given
+    return [_condition(part) for text in texts for part in text.split(",")] if all(isinstance(text, str) for text in texts) else texts
+
+
+def _condition(text: str) -> dict[str, str]:
+    found = _CONDITION.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text.strip()!r} is no condition; write one as in 'aesthetic >= 5.0' or {{aesthetic: '>= 5.0'}}")
+    return found.groupdict()
+
+
 class PrepareConfig(Model):
     """What to prepare, from what, and where."""
 
@@ -185,18 +220,29 @@ class PrepareConfig(Model):
     """Pixels a side; one number or several."""
     min_resolution: int | None = Field(None, gt=0)
     """Pictures whose smaller side has fewer pixels are filtered."""
-    filters: dict[str, float] = Field(default_factory=dict)
-    """`min_aspect` and `max_aspect`: bounds on width / height."""
+    filters: list[Filter] = []
     crop: Crop = "center"
+    """The middle square, a random one, or the aspect-ratio bucket of about resolution x resolution pixels that loses least."""
+    views: int = Field(1, ge=1, le=64)
+    """Crops of each picture that are cached."""
+    flip: bool = False
+    """Mirror every second view."""
+    background: str = "white"
+    """What transparent pictures are laid on: a colour's name or #rrggbb."""
+    text_states: bool = True
+    """Cache what the text encoder says; else token ids alone, and training encodes them."""
     caption_column: str | None = None
-    num_workers: int = Field(0, ge=0)
-    """Processes that decode; 0 decodes in this one."""
+    num_workers: int | Literal["auto"] = "auto"
+    """Processes that decode, on each rank; auto: one a core where there is enough to do; 0 decodes in this one."""
+    devices: int | Literal["auto"] = "auto"
+    """Ranks on each node; auto: one a GPU, or one."""
+    num_nodes: int = Field(1, ge=1)
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
     """Share of quarantined pictures beyond which nothing is encoded."""
     limit: int | None = Field(None, gt=0)
     allow_uncaptioned: bool = False
     """Keep pictures without a caption; they train the null condition."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Of drawn scenes and random crops."""
 
     @field_validator("resolution", mode="before")
@@ -209,15 +255,26 @@ class PrepareConfig(Model):
     def _in_order(cls, value: list[int]) -> list[int]:
         return sorted(set(value))
 
-    @field_validator("filters")
+    @field_validator("filters", mode="before")
     @classmethod
-    def _known(cls, value: dict[str, float]) -> dict[str, float]:
-        for name, bound in value.items():
-            if name not in FILTERS:
-                raise ValueError(f"{name!r} is not a known filter{hint(name, FILTERS)}")
-            if not bound > 0:
-                raise ValueError(f"{name} = {bound}; it is width / height and has to be above 0")
+    def _conditions(cls, value: Any) -> Any:
+        return parse_filters(value)
+
+    @field_validator("num_workers", "devices")
+    @classmethod
+    def _counts(cls, value: int | str, field: ValidationInfo) -> int | str:
+        least = 0 if field.field_name == "num_workers" else 1
+        if isinstance(value, int) and value < least:
+            raise ValueError(f"it has to be {least} or more, or auto")
         return value
+
+    @model_validator(mode="after")
+    def _views_differ(self) -> Self:
+        if self.flip and self.views % 2:
+            raise ValueError(f"flip mirrors every second view, so views has to be even (given: {self.views})")
+        if self.crop != "random" and self.views > 1 + self.flip:
+            raise ValueError(f"views={self.views} with crop={self.crop!r} would cache equal pictures; use crop='random'")
+        return self
 
 
 class TrainConfig(Model):

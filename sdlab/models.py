@@ -64,6 +64,11 @@ class Frozen:
     def scaling_factor(self) -> float:
         return float(self.vae.config.scaling_factor)
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that the text encoder reads, start and end included."""
+        return int(self.text_encoder.config.max_position_embeddings)
+
     @torch.no_grad()
     def encode_moments(self, pixel_values: Tensor) -> Tensor:
         """VAE mean and log-variance (B, 2C, h, w) of `pixel_values` (B, 3, H, W) in [-1, 1]."""
@@ -76,8 +81,9 @@ class Frozen:
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Token ids, int64 (B, L), padded and cut to the encoder's length."""
-        length = self.text_encoder.config.max_position_embeddings
-        return self.tokenizer(list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+        return self.tokenizer(
+            list(captions), padding="max_length", max_length=self.max_tokens, truncation=True, return_tensors="pt"
+        ).input_ids
 
     def count_tokens(self, captions: Sequence[str]) -> list[int]:
         """Tokens of each caption before cutting, start and end included."""
@@ -140,8 +146,10 @@ def _load_whole(kind: Any, folder: Path) -> Any:
 
 
 def hash_frozen(networks: Networks) -> dict[str, str]:
-    """SHA-256 of the weights of `vae` and `text_encoder`, by part."""
-    return {part: hash_weights(_frozen_folder(networks) / part) for part in ("vae", "text_encoder")}
+    """SHA-256 of the weights of `vae` and `text_encoder` and of the files of `tokenizer`, by part."""
+    folder = _frozen_folder(networks)
+    weights = {part: hash_weights(folder / part) for part in ("vae", "text_encoder")}
+    return weights | {"tokenizer": hash_weights(folder / "tokenizer", "*.*")}
 
 
 def _frozen_folder(networks: Networks) -> Path:
@@ -157,10 +165,10 @@ def _ready(module: Any) -> Any:
     return module.float().eval().requires_grad_(False)
 
 
-def hash_weights(folder: Path) -> str:
-    """SHA-256 over the safetensors files of a folder, in order of their names."""
+def hash_weights(folder: Path, pattern: str = "*.safetensors") -> str:
+    """SHA-256 over some files of a folder, in order of their names."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob(pattern)):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

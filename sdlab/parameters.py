@@ -35,13 +35,17 @@ class Parameter:
 
 VOCABULARY: dict[str, Parameter] = {
     "allow_uncaptioned": Parameter(bool, "keep pictures that have no caption"),
+    "background": Parameter(str, "what transparent pictures are laid on: a colour's name or #rrggbb"),
     "batch_size": Parameter(int, "rows of one forward"),
     "caption_column": Parameter(str | None, "column of the captions; none: found by name"),
     "checkpoint": Parameter(int | Literal["latest"], "latest, or the step of a checkpoint"),
-    "crop": Parameter(Literal["center", "random"], "how a picture is made square"),
+    "crop": Parameter(Literal["center", "random", "buckets"], "the middle square, a random one, or aspect-ratio buckets"),
     "data_dir": Parameter(str | None, "folder of the prepared data; none in 02: scenes, prepared when needed"),
-    "devices": Parameter(int | Literal["auto"], "auto or 1: the first GPU, else the CPU"),
-    "filters": Parameter(dict[str, Any], "min_aspect and max_aspect, bounds on width / height, as in {max_aspect: 2}"),
+    "devices": Parameter(int | Literal["auto"], "01: ranks a node, auto: one a GPU or one; else auto or 1: the first GPU, else the CPU"),
+    "filters": Parameter(
+        dict[str, Any] | list[str], "conditions on metadata columns, width, height or aspect, as in {aesthetic: '>= 5.0', aspect: '<= 2'}"
+    ),
+    "flip": Parameter(bool, "mirror every second view"),
     "global_batch_size": Parameter(int | None, "samples of one optimizer step; none: the stage's"),
     "guidance_scale": Parameter(float, "1 is off, 0 unconditional"),
     "guidance_scales": Parameter(list[float], "1 is off, 0 unconditional"),
@@ -58,7 +62,8 @@ VOCABULARY: dict[str, Parameter] = {
     "negative_prompt": Parameter(str, "what to steer away from"),
     "num_images": Parameter(int, "pictures a guidance scale"),
     "num_inference_steps": Parameter(int, "steps of the solver"),
-    "num_workers": Parameter(int, "processes that decode pictures"),
+    "num_nodes": Parameter(int, "nodes of a SLURM allocation that share the work"),
+    "num_workers": Parameter(int | Literal["auto"], "processes a rank that decode pictures; auto: one a core; 0: none"),
     "out_dir": Parameter(str, "folder of the results"),
     "overrides": Parameter(dict[str, Any], "recipe fields that differ from the stage, as in {learning_rate: 1.0e-4}"),
     "precision": Parameter(Literal["32-true", "bf16-mixed"] | None, "number format of the forwards; none: the stage's"),
@@ -72,9 +77,11 @@ VOCABULARY: dict[str, Parameter] = {
     "seed": Parameter(int, "fixes everything random"),
     "size": Parameter(Literal["smoke", "full"], "smoke: seconds, to see that it works"),
     "solver": Parameter(Literal["plms", "ddim", "dpmpp_2m", "euler"], "how the denoising equation is solved"),
-    "source": Parameter(str | list[str], "scenes, or a path or paths of pictures"),
+    "source": Parameter(str | list[str], "scenes, a path, a hub id, or a list of these"),
     "stage": Parameter(str, "stage of the preset"),
     "study_dir": Parameter(str, "folder of the results"),
+    "text_states": Parameter(bool, "cache what the text encoder says; false: token ids alone"),
+    "views": Parameter(int, "crops of each picture that are cached"),
     "weights": Parameter(Literal["ema", "raw"], "the average over training, or the last weights themselves"),
 }
 

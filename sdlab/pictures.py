@@ -1,4 +1,4 @@
-"""What the bytes of a picture become: plain RGB, decoded whole, then squares; shared out to worker processes.
+"""What the bytes of a picture become: plain 8-bit sRGB, upright, decoded whole.
 
 Nothing here imports torch, so that the workers start quickly. Pictures are hostile: one that cannot be decoded whole is a
 `BadPicture`, and ends no run.
@@ -6,30 +6,35 @@ Nothing here imports torch, so that the workers start quickly. Pictures are host
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import itertools
-import multiprocessing
+import os
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageCms, UnidentifiedImageError
 
 from sdlab import scenes
-from sdlab.config import ConfigError, Crop
-from sdlab.sources import Item, error_line
+from sdlab.captions import error_line
+from sdlab.crops import View
+from sdlab.items import Broken, Handle
 
-PIXEL_VERSION = 1
+PIXEL_VERSION = 2
 """Raised by hand when the same file would give other pixels or tokens; part of every content key."""
-BATCH = 64
-"""Pictures a worker takes at a time."""
-Result = TypeVar("Result")
+MAX_BYTES = 1 << 30
+"""Largest file that is opened."""
+MARKS = ("exif_turned", "transparency_flattened", "icc_converted", "icc_broken", "cmyk_converted", "depth_reduced")
+"""What was done to a picture to make it plain, for counting."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO", "PSD")
+"""What Pillow may open: nothing that runs another program."""
+WHITE = (255, 255, 255)
+Colour = tuple[int, int, int]
 
 
 class BadPicture(ValueError):
@@ -40,8 +45,17 @@ class BadPicture(ValueError):
         self.reason, self.detail = reason, detail
 
 
-def decode(data: bytes) -> Image.Image:
-    """Decode a picture whole: upright by its EXIF orientation, transparency laid on white, as 8-bit RGB.
+@dataclass(frozen=True)
+class Decoded:
+    """A picture as plain RGB; what its file is, as Pillow calls it; and which of `MARKS` apply."""
+
+    picture: Image.Image
+    format: str
+    marks: tuple[str, ...]
+
+
+def decode(data: bytes, background: Colour = WHITE) -> Decoded:
+    """Decode a picture whole: upright by its EXIF orientation, transparency laid on `background`, colours as 8-bit sRGB.
 
     Raises:
         BadPicture: empty, too large, animated, of values without a known range, or not decodable to the last byte.
@@ -52,7 +66,7 @@ def decode(data: bytes) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            return _decode(data)
+            return _decode(data, background)
     except BadPicture:
         raise
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
@@ -63,14 +77,19 @@ def decode(data: bytes) -> Image.Image:
         raise BadPicture("unreadable", error_line(error)) from None
 
 
-def _decode(data: bytes) -> Image.Image:
-    with Image.open(io.BytesIO(data)) as picture:
-        if getattr(picture, "is_animated", False) and picture.format != "MPO":  # cameras keep a preview as an MPO's second frame
+def _decode(data: bytes, background: Colour) -> Decoded:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
+        kind = "JPEG" if picture.format == "MPO" else str(picture.format)  # cameras keep a preview as an MPO's second frame
+        if getattr(picture, "is_animated", False) and picture.format != "MPO":
             raise BadPicture("animated", f"{getattr(picture, 'n_frames', 0)} frames")
+        marks = ["depth_reduced"] if any(";16" in str(tile[-1]) for tile in picture.tile) else []
         picture.load()
-        turn = _TURNS.get(picture.getexif().get(0x0112, 1))
-        flat = _to_rgb(picture)
-        return flat if turn is None else flat.transpose(turn)
+        turn = _TURNS.get(_orientation(picture))
+        plain = _flatten(picture, background, marks)
+        if turn is not None:
+            marks.append("exif_turned")
+            plain = plain.transpose(turn)
+        return Decoded(plain, kind, tuple(dict.fromkeys(marks)))
 
 
 _TURNS = {
@@ -85,50 +104,91 @@ _TURNS = {
 """What makes a picture of each EXIF orientation upright."""
 
 
-def _to_rgb(picture: Image.Image) -> Image.Image:
+def _orientation(picture: Image.Image) -> Any:
+    try:
+        return picture.getexif().get(0x0112, 1)
+    except Exception:  # a damaged EXIF block says nothing about the pixels
+        return 1
+
+
+def _flatten(picture: Image.Image, background: Colour, marks: list[str]) -> Image.Image:
+    """Plain RGB; what was done is added to `marks`."""
+    profile = picture.info.get("icc_profile")
     if picture.mode == "F" or picture.mode.startswith("I"):
-        return _scaled(picture).convert("RGB")
+        marks.append("depth_reduced")
+        picture = _scaled(picture, background, marks)
+    alpha = None
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture).convert("RGB")
-    return picture.convert("RGB")
+        alpha = picture.getchannel("A")
+        alpha = None if alpha.getextrema() == (255, 255) else alpha
+    marks += ["cmyk_converted"] * (picture.mode == "CMYK")
+    plain = _to_srgb(picture, profile, marks)
+    if alpha is not None:
+        marks.append("transparency_flattened")
+        plain = Image.composite(plain, Image.new("RGB", plain.size, background), alpha)
+    return plain
 
 
-def _scaled(picture: Image.Image) -> Image.Image:
+def _scaled(picture: Image.Image, background: Colour, marks: list[str]) -> Image.Image:
     """8-bit grey of 16-bit values or of floats in [0, 1]; Pillow's own conversion would clip."""
     values = np.asarray(picture)
     top = 1.0 if picture.mode == "F" else 65535.0
     if not (values.min() >= 0 and values.max() <= top):
         raise BadPicture("unknown_range", f"mode {picture.mode} with values from {values.min()} to {values.max()}, not within 0 to {top:g}")
     grey = np.rint(values * (255 / top)).astype(np.uint8)
-    if (clear := picture.info.get("transparency")) is not None:
-        grey[values == clear] = 255
-    return Image.fromarray(grey)
+    clear = picture.info.get("transparency")
+    if clear is None or not (values == clear).any():
+        return Image.fromarray(grey)
+    marks.append("transparency_flattened")
+    return Image.fromarray(np.where((values == clear)[..., None], np.array(background, np.uint8), grey[..., None]).astype(np.uint8))
 
 
-def square_crop(picture: Image.Image, resolution: int, *, place: tuple[float, float] | None = None) -> tuple[np.ndarray, tuple[int, int]]:
-    """Resize the smaller side to `resolution` with antialiased Lanczos and cut a square.
+# Colours
 
-    Only the square is computed, so that a very long picture costs no more than another.
 
-    Args:
-        picture: RGB.
-        resolution: pixels a side of the square.
-        place: where it lies between the first and the last possible place, down and across, each in [0, 1); None for the middle.
+def _to_srgb(picture: Image.Image, profile: bytes | None, marks: list[str]) -> Image.Image:
+    """RGB by the embedded profile where there is one that fits, as if sRGB where there is none."""
+    if picture.mode == "LAB":
+        return _apply(picture, _lab_to_srgb())
+    if not profile:
+        return picture.convert("RGB")
+    try:
+        mode, transform = _transform(profile, picture.mode if picture.mode in ("L", "CMYK") else "RGB")
+    except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
+        marks.append("icc_broken")
+        return picture.convert("RGB")
+    if transform is None:
+        return picture.convert("RGB")
+    marks.append("icc_converted")
+    return _apply(picture.convert(mode), transform)
 
-    Returns:
-        uint8 (3, resolution, resolution), and the square's top and left in the resized picture.
-    """
-    width, height = picture.size
-    scale = resolution / min(height, width)
-    tall, wide = max(resolution, round(height * scale)), max(resolution, round(width * scale))
-    slack = (tall - resolution, wide - resolution)
-    top, left = (slack[0] // 2, slack[1] // 2) if place is None else (int(place[0] * (slack[0] + 1)), int(place[1] * (slack[1] + 1)))
-    if (width, height) != (resolution, resolution):
-        right, bottom = min(width, (left + resolution) * width / wide), min(height, (top + resolution) * height / tall)
-        box = (left * width / wide, top * height / tall, right, bottom)
-        picture = picture.resize((resolution, resolution), Image.Resampling.LANCZOS, box=box)
-    return np.ascontiguousarray(np.asarray(picture).transpose(2, 0, 1)), (top, left)
+
+def _apply(picture: Image.Image, transform: Any) -> Image.Image:
+    made = ImageCms.applyTransform(picture, transform)
+    assert made is not None
+    return made
+
+
+@functools.lru_cache(maxsize=32)
+def _transform(profile: bytes, mode: str) -> tuple[str, Any]:
+    """The mode that a profile wants, and its transform to sRGB; None for one that changes no colour by more than rounding."""
+    opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+    wanted = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}.get(opened.profile.xcolor_space.strip(), "none")
+    if wanted != mode:
+        raise ValueError(f"a profile for {opened.profile.xcolor_space.strip()} in a picture of mode {mode}")
+    transform = ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), wanted, "RGB")
+    if wanted == "CMYK":
+        return wanted, transform
+    colours = np.array(list(itertools.product(range(0, 256, 51), repeat=3)), np.uint8)[None]
+    patches = Image.fromarray(colours).convert(wanted)
+    change = np.asarray(_apply(patches, transform)).astype(int) - np.asarray(patches.convert("RGB"))
+    return wanted, None if np.abs(change).max() <= 2 else transform
+
+
+@functools.cache
+def _lab_to_srgb() -> Any:
+    return ImageCms.buildTransform(ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB"), "LAB", "RGB")
 
 
 # What worker processes do
@@ -138,130 +198,133 @@ def square_crop(picture: Image.Image, resolution: int, *, place: tuple[float, fl
 class Checked:
     """What decoding one picture whole has shown."""
 
-    digest: str
-    """SHA-256 of the file's bytes (of the pixels, for a scene); "" where nothing could be read."""
-    size: tuple[int, int] | None
-    """Height and width before any resize, upright; None for a bad picture."""
-    problem: tuple[str, str] | None
+    digest: bytes
+    """First 16 bytes of the SHA-256 of the file (of the pixels, for a scene); empty where nothing could be read."""
+    size: tuple[int, int] = (0, 0)
+    """Height and width before any resize, upright; zeros for a bad picture."""
+    format: str = ""
+    marks: tuple[str, ...] = ()
+    problem: tuple[str, str] | None = None
     """Reason and detail."""
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """Pictures of one batch at every size asked for."""
+    """Pictures of one batch as they are encoded."""
 
-    digests: list[str]
+    digests: list[bytes]
+    images: np.ndarray
+    """uint8 (B, 3, h, w)."""
     original_size: np.ndarray
     """int32 (B, 2): height and width."""
-    images: dict[int, np.ndarray]
-    """uint8 (B, 3, r, r) by resolution r."""
-    crop: dict[int, np.ndarray]
-    """int32 (B, 2) by resolution: top and left in the resized picture."""
+    crop: np.ndarray
+    """int32 (B, 2): top and left in the resized picture."""
 
 
-def check_batch(items: Sequence[Item]) -> list[Checked]:
-    """Decode pictures whole and keep what was learned."""
-    return [
-        Checked(digest, None, (picture.reason, picture.detail))
-        if isinstance(picture, BadPicture)
-        else Checked(digest, (picture.height, picture.width), None)
-        for digest, picture in open_batch(items)
-    ]
+def check_batch(handles: Sequence[Handle], *, known: str = "") -> list[Checked]:
+    """Decode pictures whole and keep what was learned; files whose bytes are in the store `known` are read, but not decoded again."""
+    store = Known.open(known) if known else None
+    return [_check(handle, store) for handle in handles]
 
 
-def load_batch(items: Sequence[Item], *, resolutions: Sequence[int], crop: Crop, seed: int) -> Pixels:
-    """Decode, resize and crop good pictures.
+def _check(handle: Handle, store: Known | None) -> Checked:
+    digest = b""
+    try:
+        data, digest = _read(handle)
+        found = store.find(digest) if store is not None else None
+        if found is not None:
+            return found
+        if isinstance(data, Image.Image):
+            return Checked(digest, (data.height, data.width), "PNG")
+        decoded = decode(data)
+        return Checked(digest, (decoded.picture.height, decoded.picture.width), decoded.format, decoded.marks)
+    except BadPicture as bad:
+        return Checked(digest, problem=(bad.reason, bad.detail))
 
-    Args:
-        items: pictures that `check_batch` found good.
-        resolutions: pixels a side of the square pictures made.
-        crop: which square of a picture that is not one.
-        seed: of random crops, which are functions of it and of the file's bytes.
+
+def load_batch(jobs: Sequence[tuple[Handle, View]], *, background: Colour) -> Pixels:
+    """Decode good pictures and cut their views, all of one shape.
 
     Raises:
         BadPicture: a picture is no longer good.
     """
-    digests, sizes = [], []
-    images: dict[int, list[np.ndarray]] = {r: [] for r in resolutions}
-    crops: dict[int, list[tuple[int, int]]] = {r: [] for r in resolutions}
-    for digest, picture in open_batch(items):
-        if isinstance(picture, BadPicture):
-            raise picture
+    digests, images, sizes, corners = [], [], [], []
+    for handle, view in jobs:
+        data, digest = _read(handle)
+        picture = data if isinstance(data, Image.Image) else decode(data, background).picture
+        pixels, corner = view.cut(picture, digest)
         digests.append(digest)
+        images.append(pixels)
         sizes.append((picture.height, picture.width))
-        place = _place(crop, seed, digest)
-        for resolution in resolutions:
-            square, corner = square_crop(picture, resolution, place=place)
-            images[resolution].append(square)
-            crops[resolution].append(corner)
-    stacked = {r: np.stack(squares) for r, squares in images.items()}
-    return Pixels(digests, np.array(sizes, np.int32), stacked, {r: np.array(corners, np.int32) for r, corners in crops.items()})
+        corners.append(corner)
+    return Pixels(digests, np.stack(images), np.array(sizes, np.int32), np.array(corners, np.int32))
 
 
-def open_batch(items: Sequence[Item]) -> Iterator[tuple[str, Image.Image | BadPicture]]:
-    """The digest of each item, as in `Checked`, and its picture or what is wrong with it."""
-    drawn = iter(scenes.render([item.scene for item in items if item.scene is not None]))
-    for item in items:
-        if item.scene is not None:
-            pixels = next(drawn)
-            yield hashlib.sha256(pixels.tobytes()).hexdigest(), Image.fromarray(pixels.transpose(1, 2, 0))
-        else:
-            yield _open(item)
+def open_picture(handle: Handle, background: Colour = WHITE) -> Image.Image:
+    """One picture as plain RGB.
 
-
-def _open(item: Item) -> tuple[str, Image.Image | BadPicture]:
-    digest = ""
-    try:
-        if item.problem is not None:
-            raise BadPicture(*item.problem)
-        data = item.read()
-        digest = hashlib.sha256(data).hexdigest()
-        return digest, decode(data)
-    except BadPicture as bad:
-        return digest, bad
-    except OSError as error:
-        return digest, BadPicture("unreadable", error_line(error))
-
-
-def _place(crop: Crop, seed: int, digest: str) -> tuple[float, float] | None:
-    if crop == "center":
-        return None
-    down, across = np.random.default_rng((seed, int(digest[:16], 16))).random(2)
-    return float(down), float(across)
-
-
-def map_batches(
-    work: Callable[[Sequence[Item]], Result], items: Iterable[Item], *, num_workers: int = 0
-) -> Iterator[tuple[list[Item], Result]]:
-    """Batches of `BATCH` items with what `work` makes of them, in order; only a few batches are under way at a time.
-
-    Args:
-        work: a function of this module, or a partial of one.
-        items: any number.
-        num_workers: processes that share the work, started afresh; 0 works in this process.
+    Raises:
+        BadPicture: it is none.
     """
-    stream = iter(items)
-    batches = iter(lambda: list(itertools.islice(stream, BATCH)), [])
-    if num_workers == 0:
-        yield from ((batch, work(batch)) for batch in batches)
-        return
-    waiting: deque[tuple[list[Item], Any]] = deque()
-    try:
-        with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("forkserver")) as pool:
-            for batch in batches:
-                waiting.append((batch, pool.submit(work, batch)))
-                if len(waiting) > 2 * num_workers:
-                    yield _finish(*waiting.popleft())
-            while waiting:
-                yield _finish(*waiting.popleft())
-    except BrokenProcessPool:
-        raise ConfigError(
-            f"a decoding process died (out of memory?) near {waiting[0][0][0].path if waiting else 'the end'}; use num_workers=0"
-        ) from None
+    data, _ = _read(handle)
+    return data if isinstance(data, Image.Image) else decode(data, background).picture
 
 
-def _finish(batch: list[Item], future: Any) -> tuple[list[Item], Any]:
-    return batch, future.result()
+def _read(handle: Handle) -> tuple[bytes | Image.Image, bytes]:
+    """The bytes of a file, or the picture of a scene, and its digest."""
+    if isinstance(handle, scenes.Scene):
+        pixels = scenes.render([handle])[0]
+        return Image.fromarray(pixels.transpose(1, 2, 0)), hashlib.sha256(pixels.tobytes()).digest()[:16]
+    if isinstance(handle, Broken):
+        raise BadPicture("unreadable", handle.detail)
+    if not isinstance(handle, bytes):
+        if handle.size > MAX_BYTES:
+            raise BadPicture("too_large", f"a file of {handle.size:,} bytes; {MAX_BYTES:,} are the most")
+        try:
+            handle = handle.read()
+        except OSError as error:
+            raise BadPicture("unreadable", error_line(error)) from None
+    return handle, hashlib.sha256(handle).digest()[:16]
+
+
+class Known:
+    """What earlier checks have learned of good pictures, by digest, in memory-mapped files that all workers share."""
+
+    ROW = np.dtype([("digest", "V16"), ("height", "i4"), ("width", "i4"), ("format", "S8"), ("marks", "u2")])
+
+    def __init__(self, folder: Path) -> None:
+        self._heads, self._rows = (np.load(folder / name, mmap_mode="r") for name in ("heads.npy", "rows.npy"))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=2)
+    def open(folder: str) -> Known:
+        """The store in `folder`, once a process."""
+        return Known(Path(folder))
+
+    @staticmethod
+    def write(folder: Path, rows: np.ndarray) -> None:
+        """Make a store of rows of type `ROW`, in any order."""
+        heads = np.frombuffer(rows["digest"].tobytes(), ">u8")[::2].astype(np.uint64)
+        order = np.argsort(heads, kind="stable")
+        for name, values in (("heads.npy", heads[order]), ("rows.npy", rows[order])):
+            np.save(folder / f"{name}.partial.npy", values)
+            os.replace(folder / f"{name}.partial.npy", folder / name)
+
+    def find(self, digest: bytes) -> Checked | None:
+        """What is known of a file with this digest."""
+        head = np.uint64(int.from_bytes(digest[:8], "big"))
+        for place in range(int(np.searchsorted(self._heads, head)), len(self._heads)):
+            if self._heads[place] != head:
+                break
+            if (row := self._rows[place])["digest"].tobytes() == digest:
+                marks = tuple(mark for bit, mark in enumerate(MARKS) if int(row["marks"]) >> bit & 1)
+                return Checked(digest, (int(row["height"]), int(row["width"])), row["format"].decode(), marks)
+        return None
+
+
+def pixel_code() -> str:
+    """What has to be equal for an earlier check to count: this code's version and Pillow's."""
+    return f"{PIXEL_VERSION} {Image.__version__}"
 
 
 def psnr(images: np.ndarray, decoded: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from sdlab import evaluate
 from sdlab.config import near_path, resolve_path
@@ -229,39 +229,71 @@ def loss_curve(metrics: Sequence[Row], title: str = "Training loss") -> Picture:
     return figure
 
 
-def histogram(values: Sequence[float], title: str, xlabel: str) -> Picture:
-    """How many of `values` fall where; whole numbers get one bar each when there are at most 60 of them.
+def shapes(preflight: Row, max_tokens: int) -> Picture:
+    """How large, how wide and how long-captioned the pictures are: used ones, and on top of them those that filters took.
 
     Args:
-        values: any count of numbers; those that are not finite are left out and counted in the title.
-        title: what is counted.
-        xlabel: the quantity and its unit.
+        preflight: content of `preflight.json`.
+        max_tokens: longest caption that the text encoder reads.
     """
-    given = np.asarray(values, dtype=float).reshape(-1)
-    numbers = given[np.isfinite(given)]
-    left_out = f" ({len(given) - len(numbers)} not finite)" if len(numbers) < len(given) else ""
-    figure = _figure(6, 3.4, title + left_out)
-    axes = figure.subplots()
-    if len(numbers):
-        axes.hist(numbers, bins=_bins(numbers), color=COLOURS[0], edgecolor="white", linewidth=0.5)
-    else:
-        axes.text(0.5, 0.5, "nothing to count", transform=axes.transAxes, ha="center", color=GREY)
-    _label_axes(axes, "", xlabel, "count")
-    if _whole(numbers):
-        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    counts, captions = preflight["shapes"], preflight["captions"]
+    figure = _figure(12, 3.8, f"{preflight['used']:,} used and {sum(preflight['filtered'].values()):,} filtered pictures")
+    side, aspect, tokens = figure.subplots(1, 3)
+    _draw_counts(side, counts, "smaller_side", logarithmic=True)
+    _label_axes(side, "Before any resize", "smaller side, pixels (logarithmic)", "pictures")
+    _draw_counts(aspect, counts, "aspect", logarithmic=True)
+    _label_axes(aspect, "Portrait below 1, landscape above", "width / height (logarithmic)", "pictures")
+    _draw_counts(tokens, counts, "tokens", logarithmic=False)
+    tokens.axvline(max_tokens + 0.5, color=GREY, linestyle="--", linewidth=1)
+    title = f"{captions['truncated']:,} of all captions are cut at {max_tokens} (line)"
+    _label_axes(tokens, title, "tokens a caption, start and end included", "pictures")
+    handles, labels = side.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return figure
 
 
-def _whole(numbers: np.ndarray) -> bool:
-    return np.array_equal(numbers, np.rint(numbers))
+def _draw_counts(axes: Axes, counts: Mapping[str, Mapping[str, int]], name: str, *, logarithmic: bool) -> None:
+    """Stacked histograms of counted values."""
+    states = [counts.get(f"{state}_{name}", {}) for state in ("used", "filtered")]
+    values = [np.array([float(value) for value in state]) for state in states]
+    weights = [np.array(list(state.values()), float) for state in states]
+    there = np.concatenate(values)
+    if not len(there):
+        axes.text(0.5, 0.5, "nothing to count", transform=axes.transAxes, ha="center", color=GREY)
+        return
+    low, high = there.min(), there.max()
+    if logarithmic:
+        edges = np.geomspace(low / 1.1, high * 1.1, 31)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=12))
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        edges = np.arange(low - 0.5, high + 1) if high - low < 60 else np.linspace(low, high, 41)
+    look: dict[str, Any] = {"color": COLOURS[:2], "label": ["used", "filtered"], "edgecolor": "white", "linewidth": 0.4}
+    axes.hist(values, bins=edges.tolist(), weights=weights, stacked=True, **look)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _bins(numbers: np.ndarray) -> Any:
-    low, high = numbers.min(), numbers.max()
-    if _whole(numbers) and high - low < 60:
-        return np.arange(low - 0.5, high + 1)
-    return min(40, max(10, int(len(numbers) ** 0.5)))
+def losses(preflight: Row) -> Picture:
+    """What share of the scanned pictures each filter and each reason of quarantine takes.
+
+    Args:
+        preflight: content of `preflight.json`.
+    """
+    bars = [("used", preflight["used"], COLOURS[0])]
+    bars += [(f"filter: {name}", count, COLOURS[1]) for name, count in preflight["filtered"].items()]
+    bars += [(f"quarantine: {name}", count, COLOURS[3]) for name, count in preflight["quarantined"].items()]
+    figure = _figure(9, 1.5 + 0.32 * len(bars), f"What became of {preflight['scanned']:,} pictures")
+    axes = figure.subplots()
+    names, shares = [plain(name, 40) for name, _, _ in bars], [100 * count / max(1, preflight["scanned"]) for _, count, _ in bars]
+    drawn = axes.barh(range(len(bars)), shares, color=[colour for _, _, colour in bars])
+    axes.bar_label(drawn, [f"{count:,} ({share:.1f} %)" for (_, count, _), share in zip(bars, shares, strict=True)], padding=3, fontsize=9)
+    axes.set_yticks(range(len(bars)), names, parse_math=False)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 118)
+    _label_axes(axes, "", "share of scanned pictures, %", "")
+    return figure
 
 
 def image_grid(images: np.ndarray, row_labels: Sequence[object], column_labels: Sequence[object], title: str = "") -> Picture:

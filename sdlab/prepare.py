@@ -1,6 +1,7 @@
-"""From a person's pictures to a cache that training reads: preflight, then encode what is good.
+"""From a person's pictures to a cache that training reads: list, look at every picture, then encode what is good.
 
-The source is only read; everything is written in `data_dir`.
+The source is only read; everything is written in `data_dir`. Both passes can be shared out: over processes that decode, and over
+ranks that encode, on one or many nodes.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,17 +18,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 
-from sdlab import cache, launch, models, pictures, preflight, presets, runs
-from sdlab.config import ConfigError, PrepareConfig, build, check_resolution, resolve_path
+from sdlab import cache, checks, crops, encode, index, launch, models, pictures, preflight, presets, runs, sources
+from sdlab.captions import NEWLINES
+from sdlab.config import SIZE_COLUMNS, ConfigError, PrepareConfig, build, check_resolution, resolve_path
 from sdlab.models import Frozen, to_pixel_values
-from sdlab.pictures import Pixels
 from sdlab.preflight import Found
-from sdlab.sources import Item, Source
 
-ENCODED_AT_ONCE = {"cpu": 16, "cuda": 64}
-"""Pictures in one pass through the VAE, by device; 16 stay in a CPU's caches and go through a third faster than 64."""
-SAMPLES = 64
+LOCK = ".sdlab-data.lock"
+"""Marks a data folder as ours, and is held by whoever writes in it."""
+USED = "used.npz"
+TODO = "todo.json"
+SAMPLES = 32
 """Pictures a resolution that are decoded again, to measure what the VAE loses."""
 
 
@@ -34,231 +38,282 @@ def configure(**values: Any) -> PrepareConfig:
     """Check what a person gave, all problems together.
 
     Raises:
-        ConfigError: unknown names, wrong types or values.
+        ConfigError: unknown names, wrong types or values, an unknown preset, or a resolution that cannot be halved.
     """
-    return build(PrepareConfig, values, where="what to prepare")
+    config = build(PrepareConfig, values, where="what to prepare")
+    networks = presets.get(config.preset).networks
+    for resolution in config.resolution:
+        check_resolution(resolution, vae_factor=models.vae_factor(networks), unet_factor=models.unet_factor(networks))
+    encode.colour(config)
+    return config
 
 
-def prepare(config: PrepareConfig) -> dict[str, Any]:
-    """Look at every picture of the source, then encode the good ones; what is already there with an equal key is kept.
+def inspect(config: PrepareConfig) -> Found:
+    """Look at every picture of the source: list it, decode what filters by metadata leave, and say what is left out and why.
+
+    Writes `preflight.json`, `quarantine.jsonl` and what they were made of to `config.data_dir`. Pictures whose bytes were looked at
+    before are read, but not decoded again.
+
+    Raises:
+        ConfigError: a source or a `data_dir` that cannot be used.
+    """
+    folder, source = resolve_path(config.data_dir), _source(config)
+    with _locked(folder, config):
+        return _inspect(config, source, folder, models.load_frozen(presets.get(config.preset).networks))
+
+
+def prepare(config: PrepareConfig, found: Found | None = None) -> dict[str, Any]:
+    """Encode what is good; every entry that is there already, made from the same file by the same encoder and code, is kept.
+
+    Args:
+        config: of `configure`.
+        found: of `inspect`; without it, the source is looked at first.
 
     Returns:
         The manifest, as written to `manifest.json`.
 
     Raises:
-        ConfigError: a resolution that cannot be halved, a source or a `data_dir` that cannot be used, no captions, more bad
-            pictures than `max_bad_fraction`, no picture left, or too little disk.
+        ConfigError: a source or a `data_dir` that cannot be used, no captions, more bad pictures than `max_bad_fraction`, no
+            picture left, too little disk, or pictures that have changed since they were looked at.
     """
-    networks = presets.get(config.preset).networks
-    frozen = models.load_frozen(networks)
-    for resolution in config.resolution:
-        check_resolution(resolution, vae_factor=frozen.vae_factor, unet_factor=models.unet_factor(networks))
-    folder, source = resolve_path(config.data_dir), preflight.find(config)
-    _check_data_dir(folder, source)
-    print(source.name)
-    found = preflight.preflight(config, source, frozen, folder)
-    preflight.judge(config, found, folder)
-    return _encode(config, source, found, frozen, folder)
+    folder, found = resolve_path(config.data_dir), found or inspect(config)
+    with _locked(folder, config):
+        if index.Index(folder).about["run"] != found.index.about["run"]:
+            raise ConfigError(f"data_dir {folder} has been looked at anew by somebody else; run again")
+        preflight.judge(config, found, folder)
+        return _encode(config, found, models.load_frozen(presets.get(config.preset).networks), folder)
 
 
-def _check_data_dir(folder: Path, source: Source) -> None:
-    for root in source.roots:
-        if folder.is_relative_to(root):
+@contextmanager
+def _locked(folder: Path, config: PrepareConfig) -> Iterator[None]:
+    """The data folder, for this process alone.
+
+    Raises:
+        ConfigError: it is in use, lies in the source, or holds what sdlab did not write.
+    """
+    _check_data_dir(folder, config)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / LOCK, timeout=0):
+            yield
+    except Timeout:
+        raise ConfigError(f"data_dir {folder} is being prepared by another process; wait for it, or give another data_dir") from None
+
+
+def _check_data_dir(folder: Path, config: PrepareConfig) -> None:
+    for given in [config.source] if isinstance(config.source, str) else config.source:
+        root = None if given == "scenes" else resolve_path(given)
+        if root is not None and root.is_dir() and folder.is_relative_to(root):
             raise ConfigError(f"data_dir {folder} lies in the source {root}, which is never written to; give a folder outside of it")
     if folder.is_file():
         raise ConfigError(f"data_dir {folder} is a file; give a folder")
     cache.read_manifest(folder)
-    report = folder / preflight.PREFLIGHT
-    if report.is_file() and '"scanned"' not in report.read_text(encoding="utf-8", errors="replace"):
-        raise ConfigError(f"data_dir {folder} holds a {report.name} that sdlab did not write; give another folder")
+    ours = (cache.MANIFEST, preflight.PREFLIGHT, preflight.QUARANTINE, checks.FOLDER, index.FOLDER, cache.TEXT)
+    foreign = [name for name in ours if (folder / name).exists()] if not (folder / LOCK).exists() else []
+    if foreign:
+        raise ConfigError(f"data_dir {folder} holds a {foreign[0]} that sdlab did not write; give another folder")
 
 
-def _encode(config: PrepareConfig, source: Source, found: Found, frozen: Frozen, folder: Path) -> dict[str, Any]:
-    old = cache.read_manifest(folder) or {"resolutions": {}}
-    keys = {r: _content_key(config, found, frozen, r) for r in {*config.resolution, *map(int, old["resolutions"])}}
-    kept = {r: entry for r, entry in old["resolutions"].items() if entry["key"] == keys[int(r)] and _is_whole(folder, old, int(r))}
-    missing = [r for r in config.resolution if str(r) not in kept]
-    _say_plan(old, kept, missing)
-    manifest = {**_describe(config, source, found, frozen), "text": old["text"] if kept else None, "resolutions": kept}
-    if missing:
-        _check_disk(folder, found, frozen, missing, with_text=not kept)
+def _columns(config: PrepareConfig) -> list[str]:
+    """Numbers of the metadata that filters may ask for."""
+    columns = [one.column for one in config.filters if one.column not in SIZE_COLUMNS]
+    return list(dict.fromkeys([*columns, *(("width", "height") if config.min_resolution is not None else ())]))
+
+
+def _source(config: PrepareConfig) -> sources.Source:
+    return sources.open_source(
+        config.source, caption_column=config.caption_column, columns=_columns(config), limit=config.limit, seed=config.seed
+    )
+
+
+def _inspect(config: PrepareConfig, source: sources.Source, folder: Path, frozen: Frozen) -> Found:
+    listed = index.write(source, folder, columns=_columns(config), seed=config.seed)
+    print(listed.name)
+    checks.gather_known(folder, listed.about["run"])
+    _share_out(config, folder, "check", partial(checks.check, config, listed, frozen, folder))
+    return preflight.decide(config, listed, frozen.max_tokens, folder)
+
+
+def _share_out(config: PrepareConfig, folder: Path, step: str, here: Any) -> None:
+    """Do a step in this process, or on as many ranks as are asked for."""
+    devices = launch.devices(config.devices)
+    if devices * config.num_nodes == 1:
+        here()
+    else:
+        job = {"verb": "prepare", "step": step, "config": config.model_dump(mode="json")}
+        launch.run_ranks(folder / "job", job, devices=devices, num_nodes=config.num_nodes)
+
+
+def work(job: dict[str, Any], *, rank: int, world_size: int) -> None:
+    """What one rank does of a step that `prepare` or `inspect` share out."""
+    config = PrepareConfig.model_validate(job["config"])
+    folder, frozen = resolve_path(config.data_dir), models.load_frozen(presets.get(config.preset).networks)
+    listed = index.Index(folder)
+    if job["step"] == "check":
+        checks.check(config, listed, frozen, folder, rank=rank, world_size=world_size)
+        return
+    with np.load(folder / index.FOLDER / USED) as used:
+        found = Found(listed, rows=used["rows"], digests=used["digests"], sizes=used["sizes"])
+    todo = json.loads((folder / index.FOLDER / TODO).read_text(encoding="utf-8"))
+    names = todo["names"][rank::world_size]
+    encode.write_shards(config, found, encode.make_plan(config, found, frozen, todo["resolutions"]), names, todo["whole"], frozen, folder)
+
+
+def _encode(config: PrepareConfig, found: Found, frozen: Frozen, folder: Path) -> dict[str, Any]:
+    old = cache.read_manifest(folder) or {"resolutions": {}, "text": {"shards": []}}
+    plan = encode.make_plan(config, found, frozen, sorted({*config.resolution, *map(int, old["resolutions"])}))
+    wanted = {r: rows for r, rows in plan.rows.items() if r in config.resolution or _is_same(old, r, rows)}
+    plan = encode.Plan(plan.texts, plan.pointers, wanted)
+    resolutions = sorted({*plan.rows, *map(int, old["resolutions"])})
+    whole = {name: cache.whole_shards(folder / name) for name in (cache.TEXT, *map(cache.moments_folder, resolutions))}
+    missing = [shard for shard in plan.shards if shard.name not in whole[shard.folder]]
+    counts = {r: _count_entries(folder, whole[cache.moments_folder(r)], old, r, plan.rows.get(r, [])) for r in resolutions}
+    cache.check_disk(folder, sum(encode.size_of(shard, frozen, config) for shard in missing))
+    names = [shard.name for shard in missing]
+    if names:
+        np.savez(folder / index.FOLDER / USED, rows=found.rows, digests=found.digests, sizes=found.sizes)
+        runs.write_json(folder / index.FOLDER / TODO, {"resolutions": list(plan.rows), "names": names, "whole": whole})
+        _share_out(config, folder, "encode", partial(encode.write_shards, config, found, plan, names, whole, frozen, folder))
+    manifest = _describe(config, found, frozen, folder, plan, counts)
     runs.write_json(folder / cache.MANIFEST, manifest)
-    for resolution in set(old["resolutions"]) - set(kept):
-        cache.remove_shards(folder / cache.moments_folder(int(resolution)))
-    if not kept:
-        manifest["text"] = _encode_texts(list(found.texts), frozen, folder)
-    if missing:
-        made = _encode_pictures(config, source, found, frozen, folder, missing)
-        entries = kept | {str(r): {"key": keys[r], **entry} for r, entry in made.items()}
-        manifest["resolutions"] = dict(sorted(entries.items(), key=lambda pair: int(pair[0])))
-        runs.write_json(folder / cache.MANIFEST, manifest)
+    cache.sweep(folder / cache.TEXT, {shard.name for shard in plan.texts})
+    for resolution in counts:
+        keep = {shard.name for shard in plan.rows.get(resolution, [])}
+        cache.sweep(folder / cache.moments_folder(resolution), keep | {manifest["resolutions"].get(str(resolution), {}).get("samples", "")})
     return manifest
 
 
-def _content_key(config: PrepareConfig, found: Found, frozen: Frozen, resolution: int) -> str:
-    parts = {
-        "pixel_version": pictures.PIXEL_VERSION,
-        "content": found.content,
-        "encoders": frozen.hashes,
-        "resolution": resolution,
-        "crop": config.crop if config.crop == "center" else f"{config.crop} {config.seed}",
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+def _is_same(old: dict[str, Any], resolution: int, rows: Sequence[encode.RowShard]) -> bool:
+    """Whether an earlier resolution that is not asked for now still holds what it would hold."""
+    there = [shard["name"] for bucket in old["resolutions"][str(resolution)]["buckets"] for shard in bucket["shards"]]
+    return there == [f"{shard.name}.arrow" for shard in rows]
 
 
-def _is_whole(folder: Path, manifest: dict[str, Any], resolution: int) -> bool:
-    samples = folder / cache.moments_folder(resolution) / "samples.npz"
-    try:
-        cache.Cache(folder, manifest, resolution)
-    except ConfigError as error:
-        print(f"made anew: {error}")
-        return False
-    return samples.is_file()
+def _count_entries(
+    folder: Path, whole: Sequence[str], old: dict[str, Any], resolution: int, rows: Sequence[encode.RowShard]
+) -> dict[str, int]:
+    """Entries that are kept (hits), encoded now (misses), and dropped since they were made of something else (stale)."""
+    place = folder / cache.moments_folder(resolution)
+    named = {shard["name"] for bucket in old["resolutions"].get(str(resolution), {"buckets": []})["buckets"] for shard in bucket["shards"]}
+    tables = {name: cache.keys_of(cache.read_shard(place / f"{name}.arrow")) for name in whole}
+    wanted = np.concatenate([np.empty(0, cache.KEY), *(shard.keys for shard in rows)])
+    there = np.concatenate([np.empty(0, cache.KEY), *tables.values()])
+    before = np.concatenate([np.empty(0, cache.KEY), *(keys for name, keys in tables.items() if f"{name}.arrow" in named)])
+    hits = int(np.isin(wanted, there).sum())
+    counts = {"hits": hits, "misses": len(wanted) - hits, "stale": int((~np.isin(before, wanted)).sum())}
+    print(f"resolution {resolution}: " + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
+    return counts
 
 
-def _say_plan(old: Mapping[str, Any], kept: Mapping[str, Any], missing: Sequence[int]) -> None:
-    stale = [r for r in old["resolutions"] if r not in kept]
-    if kept:
-        print(f"already prepared: resolution {', '.join(kept)}")
-    if stale:
-        print(f"removed, made from other pictures or settings: resolution {', '.join(stale)}")
-    if missing:
-        print(f"to encode: resolution {', '.join(map(str, missing))}")
+# Describing it
 
 
-def _describe(config: PrepareConfig, source: Source, found: Found, frozen: Frozen) -> dict[str, Any]:
+def _describe(
+    config: PrepareConfig, found: Found, frozen: Frozen, folder: Path, plan: encode.Plan, counts: dict[int, dict[str, int]]
+) -> dict[str, Any]:
     report = found.report()
+    length, width = frozen.max_tokens, int(frozen.text_encoder.config.hidden_size)
+    text = {
+        "count": sum(len(shard.captions) for shard in plan.texts),
+        "length": length,
+        "width": width,
+        "states": config.text_states,
+        "layer": encode.LAYER,
+        "dtype": "float16",
+        "shards": [_found(folder, shard) for shard in plan.texts],
+    }
     return {
         "schema": cache.SCHEMA,
-        "source": source.name,
-        "config": config.model_dump(),
+        "source": found.index.name,
+        "config": config.model_dump(mode="json"),
         "pixel_version": pictures.PIXEL_VERSION,
         "resize": "lanczos",
-        "transparent_on": "white",
+        "transparent_on": config.background,
+        "newlines": NEWLINES,
         "encoders": frozen.hashes,
         "scaling_factor": frozen.scaling_factor,
         "counts": {name: report[name] for name in ("scanned", "used", "filtered", "quarantined")},
-        "content": found.content,
+        "entries": {str(r): one for r, one in counts.items()},
+        "text": text,
+        "resolutions": {str(r): _describe_rows(config, found, frozen, folder, plan, r) for r in sorted(plan.rows)},
     }
 
 
-def _check_disk(folder: Path, found: Found, frozen: Frozen, resolutions: Sequence[int], *, with_text: bool) -> None:
-    rows = sum(found.used) * sum(2 * int(np.prod(_moments_shape(frozen, r))) + 128 for r in resolutions)
-    text = len(found.texts) * (2 * int(np.prod(_text_shape(frozen))) + 512) if with_text else 0
-    cache.check_disk(folder, rows + text)
+def _found(folder: Path, shard: encode.TextShard | encode.RowShard) -> dict[str, Any]:
+    about = cache.find_shard(folder / shard.folder, shard.name, hashes=False)
+    if about is None:
+        raise ConfigError(f"{folder / shard.folder / shard.name}.arrow was not written or is gone; run again")
+    return about
 
 
-def _moments_shape(frozen: Frozen, resolution: int) -> tuple[int, int, int]:
-    side = resolution // frozen.vae_factor
-    return 2 * int(frozen.vae.config.latent_channels), side, side
+def _describe_rows(config: PrepareConfig, found: Found, frozen: Frozen, folder: Path, plan: encode.Plan, resolution: int) -> dict[str, Any]:
+    shards = plan.rows[resolution]
+    digest = hashlib.sha256()
+    for shard in shards:
+        digest.update(shard.keys.tobytes())
+        for number, row in plan.pointers[shard.used].tolist():
+            digest.update(plan.texts[number].keys[row].tobytes())
+    buckets = [
+        _describe_bucket(found, frozen, folder, shape, list(group)) for shape, group in itertools.groupby(shards, key=lambda one: one.shape)
+    ]
+    samples = _sample(config, found, frozen, folder, shards, digest.hexdigest())
+    return {
+        "key": digest.hexdigest(),
+        "count": sum(bucket["count"] for bucket in buckets),
+        "dtype": "float16",
+        "upscaled": sum(bucket["upscaled"] for bucket in buckets),
+        "range": _join_ranges([shard["range"] for bucket in buckets for shard in bucket["shards"]]),
+        **_measure(folder / cache.moments_folder(resolution) / samples),
+        "samples": samples,
+        "buckets": buckets,
+    }
 
 
-def _text_shape(frozen: Frozen) -> tuple[int, int]:
-    return int(frozen.text_encoder.config.max_position_embeddings), int(frozen.text_encoder.config.hidden_size)
+def _describe_bucket(found: Found, frozen: Frozen, folder: Path, shape: crops.Shape, shards: Sequence[encode.RowShard]) -> dict[str, Any]:
+    used = np.unique(np.concatenate([shard.used for shard in shards]))
+    return {
+        "height": shape[0],
+        "width": shape[1],
+        "shape": list(encode.moments_shape(frozen, shape)),
+        "pictures": len(used),
+        "count": sum(len(shard.keys) for shard in shards),
+        "upscaled": int(crops.is_upscaled(found.sizes[used], shape).sum()),
+        "shards": [_found(folder, shard) for shard in shards],
+    }
 
 
-def _to_half(values: torch.Tensor, *, what: str) -> np.ndarray:
-    """float16 on the CPU.
-
-    Raises:
-        ConfigError: values that float16 cannot hold.
-    """
-    with np.errstate(over="ignore"):
-        half = values.float().cpu().numpy().astype(np.float16)
-    if not np.isfinite(half).all():
-        raise ConfigError(f"{what} reach {float(values.abs().max()):g}, more than float16 holds; the encoder's weights seem damaged")
-    return half
-
-
-def _encode_texts(captions: Sequence[str], frozen: Frozen, folder: Path) -> dict[str, Any]:
-    shape = _text_shape(frozen)
-    lists = {"prompt_embeds": ("float16", shape[0] * shape[1]), "input_ids": ("int32", shape[0])}
-    writer = cache.ShardWriter(folder / cache.TEXT, lists=lists, values={"caption": "string", "num_tokens": "int32"})
-    with launch.progress(total=len(captions), title="Captions", unit=" captions") as bar:
-        for start in range(0, len(captions), pictures.BATCH):
-            batch = captions[start : start + pictures.BATCH]
-            ids = frozen.tokenize(batch)
-            embeds = _to_half(frozen.encode_text(ids), what="text states")
-            writer.write(
-                {"prompt_embeds": embeds, "input_ids": ids.int().numpy(), "caption": batch, "num_tokens": frozen.count_tokens(batch)}
-            )
-            bar.update(len(batch))
-    return {"count": len(captions), "shape": list(shape), "dtype": "float16", "shards": writer.publish()}
+def _sample(config: PrepareConfig, found: Found, frozen: Frozen, folder: Path, shards: Sequence[encode.RowShard], key: str) -> str:
+    """Name of a file with some pictures, evenly spread, as they go into the VAE and as they come back."""
+    name, place = f"samples-{key[:16]}.npz", folder / cache.moments_folder(shards[0].resolution)
+    if (place / name).is_file():
+        return name
+    starts = np.cumsum([0, *(len(shard.keys) for shard in shards)])
+    rows = np.linspace(0, starts[-1] - 1, min(SAMPLES, starts[-1])).round().astype(int)
+    arrays: dict[str, np.ndarray] = {"rows": rows}
+    for number, row in enumerate(rows.tolist()):
+        shard = shards[int(np.searchsorted(starts, row, side="right")) - 1]
+        local = row - int(starts[int(np.searchsorted(starts, row, side="right")) - 1])
+        item = next(found.index.items([found.rows[shard.used[local]]]))
+        pixels = pictures.load_batch([(found.index.handle(*item), shard.views[local])], background=encode.colour(config))
+        stored = cache.read_shard(place / f"{shard.name}.arrow").column("moments").chunk(local // cache.CHUNK)[local % cache.CHUNK]
+        moments = torch.from_numpy(np.array(stored.values)).float().reshape(1, *encode.moments_shape(frozen, shard.shape))
+        arrays[f"image_{number}"] = pixels.images[0]
+        arrays[f"decoded_{number}"] = frozen.decode(moments.chunk(2, dim=1)[0] * frozen.scaling_factor).numpy()[0]
+    np.savez(place / f"{name}.partial.npz", **arrays)  # type: ignore[arg-type]
+    (place / f"{name}.partial.npz").rename(place / name)
+    return name
 
 
-def _encode_pictures(
-    config: PrepareConfig, source: Source, found: Found, frozen: Frozen, folder: Path, resolutions: Sequence[int]
-) -> dict[int, dict[str, Any]]:
-    """Moments of the used pictures at each resolution; returns the manifest's entries."""
-    used, content = sum(found.used), hashlib.sha256()
-    makers = {r: _Moments(folder, r, frozen, count=used) for r in resolutions}
-    work = partial(pictures.load_batch, resolutions=tuple(resolutions), crop=config.crop, seed=config.seed)
-    items = itertools.compress(source.items(), found.used)
-    with launch.progress(total=used, title="Encode", unit=" pictures") as bar:
-        for batch, pixels in _unchanged(pictures.map_batches(work, items, num_workers=config.num_workers)):
-            for item, digest in zip(batch, pixels.digests, strict=True):
-                content.update(preflight.content_line(digest, item.caption or ""))
-            for maker in makers.values():
-                maker.add(pixels, batch, found.texts)
-            bar.update(len(batch))
-    if content.hexdigest() != found.content:
-        raise ConfigError(f"pictures or captions of {source.name} were changed while they were read; run again")
-    return {r: maker.publish() for r, maker in makers.items()}
+def _measure(path: Path) -> dict[str, Any]:
+    """What the sample says of the pixels that went into the VAE, and of what came back."""
+    with np.load(path) as kept:
+        pairs = [(kept[f"image_{number}"], kept[f"decoded_{number}"]) for number in range(len(kept["rows"]))]
+    ends = [f(float(to_pixel_values(image).aminmax()[place]) for image, _ in pairs) for place, f in enumerate((min, max))]
+    return {"pixel_values": ends, "psnr_db": round(float(np.mean([pictures.psnr(a[None], b[None])[0] for a, b in pairs])), 2)}
 
 
-def _unchanged(batches: Iterator[tuple[list[Item], Pixels]]) -> Iterator[tuple[list[Item], Pixels]]:
-    try:
-        yield from batches
-    except pictures.BadPicture as bad:
-        raise ConfigError(f"a picture that was good a moment ago is not any more ({bad.reason}: {bad.detail}); run again") from None
-
-
-class _Moments:
-    """Encodes the pictures of one resolution, writes them, and keeps a sample to measure what the VAE loses."""
-
-    def __init__(self, folder: Path, resolution: int, frozen: Frozen, *, count: int) -> None:
-        self._resolution, self._frozen, self._shape = resolution, frozen, _moments_shape(frozen, resolution)
-        lists = {"moments": ("float16", int(np.prod(self._shape))), "original_size": ("int32", 2), "crop": ("int32", 2)}
-        self._writer = cache.ShardWriter(folder / cache.moments_folder(resolution), lists=lists, values={"text": "int32", "path": "string"})
-        self._wanted = set(np.linspace(0, count - 1, min(SAMPLES, count)).round().astype(int).tolist())
-        self._samples: list[tuple[int, np.ndarray, np.ndarray]] = []
-        self._range: dict[str, tuple[float, float]] = {}
-        self._count = self._upscaled = 0
-
-    def add(self, pixels: Pixels, items: Sequence[Item], texts: Mapping[str, int]) -> None:
-        """Encode and write one batch."""
-        images, ids = pixels.images[self._resolution], [texts[item.caption or ""] for item in items]
-        pixel_values = to_pixel_values(images)
-        parts = [self._frozen.encode_moments(part) for part in pixel_values.split(ENCODED_AT_ONCE[self._frozen.device.type])]
-        moments = _to_half(torch.cat(parts), what=f"moments at resolution {self._resolution}")
-        columns = {"moments": moments, "original_size": pixels.original_size, "crop": pixels.crop[self._resolution], "text": ids}
-        self._writer.write({**columns, "path": [item.path for item in items]})
-        mean, log_variance = np.split(moments, 2, axis=1)
-        self._widen(pixel_values=pixel_values.numpy(), mean=mean, log_variance=log_variance)
-        self._samples += [(self._count + i, images[i], mean[i]) for i in range(len(items)) if self._count + i in self._wanted]
-        self._upscaled += int((pixels.original_size.min(1) < self._resolution).sum())
-        self._count += len(items)
-
-    def _widen(self, **arrays: np.ndarray) -> None:
-        for name, values in arrays.items():
-            low, high = self._range.get(name, (np.inf, -np.inf))
-            self._range[name] = (min(low, float(values.min())), max(high, float(values.max())))
-
-    def publish(self) -> dict[str, Any]:
-        """Move the shards to their place and return their entry in the manifest."""
-        images, decoded = self._decode_samples()
-        rows = np.array([row for row, _, _ in self._samples])
-        np.savez(self._writer.partial / "samples.npz", rows=rows, images=images, decoded=decoded)
-        about = {"count": self._count, "shape": list(self._shape), "dtype": "float16", "upscaled": self._upscaled}
-        checked = {
-            "range": {name: list(bounds) for name, bounds in self._range.items()},
-            "psnr_db": round(float(pictures.psnr(images, decoded).mean()), 2),
-        }
-        return {**about, **checked, "shards": self._writer.publish()}
-
-    def _decode_samples(self) -> tuple[np.ndarray, np.ndarray]:
-        means = torch.from_numpy(np.stack([mean for _, _, mean in self._samples])).float()
-        return np.stack([image for _, image, _ in self._samples]), self._frozen.decode(means * self._frozen.scaling_factor).numpy()
+def _join_ranges(ranges: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    return {name: [min(one[name][0] for one in ranges), max(one[name][1] for one in ranges)] for name in ranges[0]}
 
 
 # What a person looks at
@@ -269,14 +324,14 @@ class Samples:
     """Training pictures as the UNet's VAE gets them, and what it makes of them."""
 
     images: np.ndarray
-    """uint8 (n, 3, r, r)."""
+    """uint8 (n, 3, H, W); smaller ones lie on grey."""
     decoded: np.ndarray
     """The same after encoding and decoding."""
     captions: list[str]
 
     @property
     def pairs(self) -> np.ndarray:
-        """uint8 (2, n, 3, r, r): `images`, then `decoded`."""
+        """uint8 (2, n, 3, H, W): `images`, then `decoded`."""
         return np.stack([self.images, self.decoded])
 
 
@@ -287,7 +342,19 @@ def sample_pictures(data_dir: str | Path, resolution: int, *, n: int = 24) -> Sa
         ConfigError: the folder or the resolution is not prepared.
     """
     opened = cache.open_cache(data_dir, resolution)
-    with np.load(opened.folder / cache.moments_folder(resolution) / "samples.npz") as kept:
-        rows, images, decoded = kept["rows"], kept["images"], kept["decoded"]
-    pick = np.linspace(0, len(rows) - 1, min(n, len(rows))).round().astype(int)
-    return Samples(images[pick], decoded[pick], [opened.captions[row] for row in rows[pick]])
+    name = opened.manifest["resolutions"][str(resolution)]["samples"]
+    with np.load(opened.folder / cache.moments_folder(resolution) / name) as kept:
+        rows = kept["rows"]
+        pick = np.linspace(0, len(rows) - 1, min(n, len(rows))).round().astype(int)
+        images, decoded = ([kept[f"{kind}_{number}"] for number in pick] for kind in ("image", "decoded"))
+    return Samples(_together(images), _together(decoded), opened.captions(rows[pick]))
+
+
+def _together(images: Sequence[np.ndarray]) -> np.ndarray:
+    """Pictures of different shapes in one array, each in the middle of grey."""
+    height, width = (max(image.shape[axis] for image in images) for axis in (1, 2))
+    together = np.full((len(images), 3, height, width), preflight.GREY, np.uint8)
+    for place, image in zip(together, images, strict=True):
+        top, left = (height - image.shape[1]) // 2, (width - image.shape[2]) // 2
+        place[:, top : top + image.shape[1], left : left + image.shape[2]] = image
+    return together

@@ -85,6 +85,72 @@ def preflight_table(preflight: Row) -> Table:
     return Table(("pictures", "why", "count", "share of scanned"), (("scanned", "", scanned, ""), *rows))
 
 
+def shards_table(shards: Sequence[Row], n: int = 12) -> Table:
+    """What listing has counted, shard by shard, and over all of them.
+
+    Args:
+        shards: rows of `index/shards.jsonl`.
+        n: shards that are shown: those with the most to tell.
+    """
+    counted = ("pictures", "captions", "pictures_without_caption", "captions_without_picture", "duplicates", "unreadable")
+    odd = sorted(range(len(shards)), key=lambda row: (-sum(shards[row][name] for name in counted[2:]), row))[:n]
+    rows = [(shards[row]["shard"], *(shards[row][name] for name in counted), _ignored(shards[row])) for row in sorted(odd)]
+    more = [(f"and {len(shards) - n:,} more", *([""] * 7))] if len(shards) > n else []
+    total = (f"all {len(shards):,}", *(sum(shard[name] for shard in shards) for name in counted), "")
+    return Table(
+        ("shard", *(name.replace("_", " ") for name in counted), "passed over"), (*rows, *more, total), frozenset({len(rows) + len(more)})
+    )
+
+
+def _ignored(shard: Row) -> str:
+    kinds = [f"{count:,} {kind}" for kind, count in shard["ignored"].items()]
+    return ", ".join(kinds[:4]) + (" ..." if len(kinds) > 4 else "")
+
+
+NOTES = {
+    "caption_cp1252": "captions in neither UTF-8 nor UTF-16, read as Windows-1252",
+    "caption_nul": "captions with NULs, which became spaces",
+    "caption_line_breaks": "captions of several lines, which became one",
+    "caption_from_folder": "captions taken from the name of an N_concept folder",
+    "exif_turned": "pictures turned upright by their EXIF orientation",
+    "transparency_flattened": "transparent pictures laid on the background",
+    "icc_converted": "pictures converted to sRGB by their colour profile",
+    "icc_broken": "pictures with a colour profile that cannot be used, taken for sRGB",
+    "cmyk_converted": "CMYK pictures",
+    "depth_reduced": "pictures of 16 bits or floats, scaled to 8 bits",
+    "wrong_extension": "pictures of another format than their suffix says",
+    "same_bytes_as_another": "used pictures with the same bytes as another one",
+}
+
+
+def notes_table(preflight: Row) -> Table:
+    """What was done to pictures and captions to make them plain, and what else a person should know of them.
+
+    Args:
+        preflight: content of `preflight.json`.
+    """
+    return Table(("note", "count"), tuple((NOTES.get(name, name), count) for name, count in preflight["notes"].items()))
+
+
+def bucket_table(manifest: Row) -> Table:
+    """What of each bucket is used, enlarged, dropped, and shown twice an epoch to fill its last micro-batch.
+
+    Args:
+        manifest: content of `manifest.json`; its preset's stages say how large micro-batches are.
+    """
+    stages = {stage.resolution: stage for stage in presets.get(manifest["config"]["preset"]).stages.values()}
+    rows = []
+    for resolution, entry in manifest["resolutions"].items():
+        micro = stages[int(resolution)].micro_batch_size if int(resolution) in stages else None
+        several = len(entry["buckets"]) > 1
+        for one in entry["buckets"]:
+            filled = (-one["count"] % micro if several else 0) if micro else None
+            rows.append(
+                (f"{resolution}: {one['height']} x {one['width']}", one["pictures"], one["count"], one["upscaled"], 0, micro, filled)
+            )
+    return Table(("resolution: height x width", "pictures", "rows", "enlarged", "dropped", "micro-batch", "filled an epoch"), tuple(rows))
+
+
 def run_table(config: TrainConfig) -> Table:
     """What a run is about to do, field by field with units; fields that were overridden are marked."""
     recipe, micro = config.recipe, config.micro_batch_size

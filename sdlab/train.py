@@ -185,6 +185,7 @@ def _loop(config: TrainConfig, folder: Path, state: _State, frozen: models.Froze
         scaling_factor=frozen.scaling_factor,
         micro_batch_size=config.micro_batch_size,
         seed=config.seed,
+        encode_text=frozen.encode_text,
     )
     report = _Report(config, folder, state.step)
     stopped = False
@@ -198,11 +199,11 @@ def _loop(config: TrainConfig, folder: Path, state: _State, frozen: models.Froze
         state.step += 1
         if state.ema is not None:
             state.ema.update(state.unet, state.step)
-        report(state.step, loss, norm, rate)
+        report(state.step, loss, norm, rate, sum(int(batch.dropped.sum()) for batch in micro_batches))
         if state.step % config.save_every == 0 and state.step < config.max_steps:
             _save(folder, state)
         if config.preview_every and state.step % config.preview_every == 0:
-            _preview(config, folder, state, frozen, cache.captions[:PREVIEW_COUNT])
+            _preview(config, folder, state, frozen, cache.captions(range(min(PREVIEW_COUNT, len(cache)))))
     report.close()
     _save(folder, state)
     return "stopped" if stopped and state.step < config.max_steps else "done"
@@ -303,11 +304,13 @@ class _Report:
     def __init__(self, config: TrainConfig, folder: Path, step: int) -> None:
         self.config, self.folder, self.size = config, folder, config.recipe.global_batch_size
         self.last_step, self.last_time, self.started = step, time.monotonic(), time.monotonic()
+        self.dropped = 0
         title = presets.label(config.preset, config.stage, config.overrides)
         self.bar = launch.progress(total=config.max_steps * self.size, initial=step * self.size, title=title, unit=" samples")
 
-    def __call__(self, step: int, loss: float, norm: float, rate: float) -> None:
+    def __call__(self, step: int, loss: float, norm: float, rate: float, dropped: int) -> None:
         self.bar.update(self.size)
+        self.dropped += dropped
         if step % self.config.log_every and step != self.config.max_steps:
             return
         now = time.monotonic()
@@ -317,12 +320,13 @@ class _Report:
             "loss": loss,
             "learning_rate": rate,
             "grad_norm": norm,
+            "caption_drop_rate": self.dropped / ((step - self.last_step) * self.size),
             "samples_per_second": (step - self.last_step) * self.size / (now - self.last_time),
             "elapsed_s": now - self.started,
         }
         runs.append_metrics(self.folder, row)
         self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        self.last_step, self.last_time = step, now
+        self.last_step, self.last_time, self.dropped = step, now, 0
 
     def close(self) -> None:
         self.bar.close()

@@ -1,38 +1,49 @@
+"""What the bytes of a picture become, in this process and in others."""
+
+import functools
 import hashlib
 import io
-import struct
+import itertools
+import os
 import subprocess
 import sys
-import zlib
+import time
 from functools import partial
-from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
-from PIL import Image, PngImagePlugin
+from made import RED, encoded, noise, plain, write_files
+from PIL import Image, ImageCms, ImageOps
 
-from sdlab import pictures, scenes, sources
+from sdlab import pictures, pool, scenes
+from sdlab.config import ConfigError
+from sdlab.crops import View
+from sdlab.items import Broken, Span
+from sdlab.pictures import Checked, Known
 
-RED, WHITE = (255, 0, 0), (255, 255, 255)
-
-
-def encoded(picture: Image.Image, kind: str = "PNG", **options: object) -> bytes:
-    buffer = io.BytesIO()
-    picture.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def items_in(root: Path, files: dict[str, bytes]) -> list[sources.Item]:
-    for name, data in files.items():
-        (root / name).write_bytes(data)
-    return list(sources.open_source(str(root)).items())
+WHITE, GREEN = (255, 255, 255), (0, 255, 0)
+BACKGROUNDS = [WHITE, (10, 200, 30)]
 
 
-# Pixels
+def pixels_of(picture: Image.Image) -> np.ndarray:
+    """Values that can be subtracted."""
+    return np.asarray(picture).astype(int)
+
+
+def decoded(data: bytes, *background: tuple[int, int, int]) -> np.ndarray:
+    return pixels_of(pictures.decode(data, *background).picture)
+
+
+def file_of(values: np.ndarray, kind: str = "PNG", **options: object) -> bytes:
+    return encoded(Image.fromarray(values), kind, **options)
+
+
+# Modes
 
 
 def half_clear(mode: str) -> bytes:
-    """A 4 x 4 picture of which the right half is transparent black, as PNG in `mode`."""
+    """A 4 x 4 picture of which the right half is transparent black."""
     picture = Image.new("RGBA", (4, 4), (*RED, 255))
     picture.paste((0, 0, 0, 0), (2, 0, 4, 4))
     if mode == "P":
@@ -45,177 +56,422 @@ def half_clear(mode: str) -> bytes:
     return encoded(picture.convert(mode))
 
 
+@pytest.mark.parametrize("background", BACKGROUNDS)
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB", "L"])
-def test_transparency_of_every_mode_lies_on_white(mode):
-    picture = pictures.decode(half_clear(mode))
+def test_transparency_of_every_mode_lies_on_the_background(mode, background):
+    found = pictures.decode(half_clear(mode), background)
     left = RED if mode in ("RGBA", "P", "RGB") else (76, 76, 76)
-    assert picture.mode == "RGB"
-    assert [picture.getpixel((x, 1)) for x in range(4)] == [left, left, WHITE, WHITE]
+    assert found.picture.mode == "RGB" and found.marks == ("transparency_flattened",)
+    assert [found.picture.getpixel((x, 1)) for x in range(4)] == [left, left, background, background]
 
 
-def test_half_transparent_red_on_white_is_pink():
-    assert pictures.decode(encoded(Image.new("RGBA", (2, 2), (255, 0, 0, 128)))).getpixel((0, 0)) == (255, 127, 127)
+@pytest.mark.parametrize(("background", "expected"), [(WHITE, (255, 127, 127)), ((0, 0, 0), (128, 0, 0)), ((0, 0, 255), (128, 0, 127))])
+def test_half_transparent_red_is_half_red(background, expected):
+    assert decoded(encoded(Image.new("RGBA", (2, 2), (*RED, 128))), background)[0, 0].tolist() == list(expected)
+
+
+def test_an_alpha_channel_that_hides_nothing_changes_nothing_and_is_not_counted():
+    found = pictures.decode(encoded(noise(1).convert("RGBA")))
+    assert found.marks == () and (pixels_of(found.picture) == pixels_of(noise(1))).all()
 
 
 def test_16_bit_values_are_scaled_and_not_clipped():
     ramp = np.linspace(0, 65535, 256).round().astype(np.uint16)[None].repeat(2, 0)
-    grey = np.asarray(pictures.decode(encoded(Image.fromarray(ramp))))
-    assert np.abs(grey[0, :, 0].astype(int) - np.arange(256)).max() == 0
-    floats = np.asarray(pictures.decode(encoded(Image.fromarray(ramp.astype(np.float32) / 65535), "TIFF")))
-    assert (floats == grey).all()
+    for data in (file_of(ramp), file_of(ramp, "TIFF"), file_of(ramp.astype(np.int32), "TIFF"), file_of(ramp / np.float32(65535), "TIFF")):
+        found = pictures.decode(data)
+        assert (pixels_of(found.picture) == np.arange(256)[None, :, None]).all() and found.marks == ("depth_reduced",)
 
 
-def test_values_without_a_known_range_are_refused_and_not_guessed():
+@pytest.mark.parametrize("background", BACKGROUNDS)
+def test_the_clear_value_of_16_bit_grey_lies_on_the_background(background):
+    values = np.array([[1000, 1001, 65535]], np.uint16)
+    found = pictures.decode(file_of(values, transparency=1000), background)
+    assert pixels_of(found.picture)[0].tolist() == [list(background), [4, 4, 4], [255, 255, 255]]
+    assert found.marks == ("depth_reduced", "transparency_flattened")
+    assert pictures.decode(file_of(values, transparency=7), background).marks == ("depth_reduced",)
+
+
+def test_values_without_a_known_range_are_refused_with_what_they_are():
     with pytest.raises(pictures.BadPicture) as bad:
-        pictures.decode(encoded(Image.fromarray(np.full((4, 4), 300.0, np.float32)), "TIFF"))
-    assert bad.value.reason == "unknown_range"
+        pictures.decode(file_of(np.full((4, 4), 300.0, np.float32), "TIFF"))
+    assert (bad.value.reason, bad.value.detail) == ("unknown_range", "mode F with values from 300.0 to 300.0, not within 0 to 1")
 
 
 def test_cmyk_and_bilevel_become_rgb():
     cmyk = pictures.decode(encoded(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG"))
-    assert np.abs(np.array(cmyk.getpixel((3, 3))) - np.array(RED)).max() <= 3
-    assert pictures.decode(encoded(Image.new("1", (8, 8), 1))).getpixel((3, 3)) == WHITE
+    assert np.abs(pixels_of(cmyk.picture) - RED).max() <= 3 and cmyk.marks == ("cmyk_converted",)
+    assert (decoded(encoded(Image.new("1", (8, 8), 1))) == 255).all()
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 def test_every_exif_orientation_comes_out_upright(orientation, kind):
-    upright = Image.new("RGB", (48, 32), WHITE)
-    upright.paste(RED, (0, 0, 16, 16))
-    upright.paste((0, 0, 255), (32, 0, 48, 16))
-    turn = pictures._TURNS.get(orientation)
-    back = {Image.Transpose.ROTATE_90: Image.Transpose.ROTATE_270, Image.Transpose.ROTATE_270: Image.Transpose.ROTATE_90}
-    stored = upright if turn is None else upright.transpose(back.get(turn, turn))
     exif = Image.Exif()
     exif[0x0112] = orientation
-    picture = pictures.decode(encoded(stored, kind, exif=exif, quality=95))
-    assert picture.size == (48, 32)
-    assert np.abs(np.asarray(picture).astype(int) - np.asarray(upright)).mean() < 3
+    data = encoded(noise(1, 48, 32), kind, exif=exif)
+    found = pictures.decode(data)
+    assert found.picture.size == ((48, 32) if orientation < 5 else (32, 48))
+    assert (pixels_of(found.picture) == pixels_of(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))).all()
+    assert found.marks == (("exif_turned",) if orientation > 1 else ())
 
 
-def with_huge_text() -> bytes:
-    text = PngImagePlugin.PngInfo()
-    text.add_text("comment", "x" * (2 << 20), zip=True)
-    return encoded(Image.new("RGB", (8, 8)), pnginfo=text)
-
-
-def bomb() -> bytes:
-    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    chunk = lambda kind, data: struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))  # noqa: E731
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
-
-
-def animated() -> bytes:
-    return encoded(Image.new("L", (8, 8), 0), "GIF", save_all=True, append_images=[Image.new("L", (8, 8), 255)])
-
-
-def noise_jpeg() -> bytes:
-    return encoded(Image.effect_noise((128, 128), 80).convert("RGB"), "JPEG")
-
-
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"", "empty_file"),
-        (b"<html>not a picture</html>", "unreadable"),
-        (noise_jpeg()[:4000], "unreadable"),
-        (encoded(Image.effect_noise((128, 128), 80))[:-3000], "unreadable"),
-        (with_huge_text(), "unreadable"),
-        (bomb(), "too_large"),
-        (animated(), "animated"),
-    ],
-    ids=["empty", "html", "cut jpeg", "cut png", "huge text", "bomb", "animated"],
-)
-def test_pictures_that_cannot_be_used_are_refused_with_a_reason(data, reason):
-    with pytest.raises(pictures.BadPicture) as bad:
-        pictures.decode(data)
-    assert bad.value.reason == reason
-    assert bad.value.detail
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO", "MPO"])
+def test_a_file_is_decoded_as_what_it_is(kind):
+    found = pictures.decode(encoded(noise(1, 16, 16), kind))
+    assert found.format == {"MPO": "JPEG"}.get(kind, kind) and found.picture.size == (16, 16) and found.picture.mode == "RGB"
 
 
 def test_any_cut_of_a_picture_is_decoded_whole_or_refused():
-    data = noise_jpeg()
+    data = encoded(noise(1, 128, 128), "JPEG")
     for end in range(0, len(data) - 2, 997):
         with pytest.raises(pictures.BadPicture):
             pictures.decode(data[:end])
 
 
-# Resizing and cropping
+# Colours
 
 
-def test_the_square_is_cut_where_it_says():
-    picture = Image.new("RGB", (200, 100), WHITE)
-    picture.paste(RED, (0, 0, 50, 100))
-    square, corner = pictures.square_crop(picture, 50)
-    assert square.shape == (3, 50, 50) and square.dtype == np.uint8
-    assert corner == (0, 25)
-    assert (square[0] == 255).all() and (square[1:, :, 1:] >= 250).all()
-    left, corner = pictures.square_crop(picture, 50, place=(0.0, 0.0))
-    assert corner == (0, 0)
-    assert (left[1, :, :23] <= 5).all() and (left[1, :, 27:] >= 250).all()
+@functools.cache
+def profile(first: bytes = b"rXYZ", second: bytes = b"gXYZ") -> bytes:
+    """sRGB, but with red and green in each other's place."""
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    return srgb.replace(first, b"****").replace(second, first).replace(b"****", second)
 
 
-def test_cropping_while_resizing_equals_resizing_then_cropping():
-    picture = Image.effect_noise((150, 100), 60).resize((301, 200), Image.Resampling.BICUBIC).convert("RGB")
-    square, (top, left) = pictures.square_crop(picture, 64)
-    whole = np.asarray(picture.resize((96, 64), Image.Resampling.LANCZOS)).transpose(2, 0, 1)
-    assert np.abs(square.astype(int) - whole[:, top : top + 64, left : left + 64]).max() <= 1
+def srgb() -> bytes:
+    return profile(b"rXYZ", b"rXYZ")
 
 
-def test_a_very_long_picture_costs_no_more_than_another():
-    square, (top, left) = pictures.square_crop(Image.new("RGB", (20_000, 1), RED), 64)
-    assert (top, left) == (0, (20_000 * 64 - 64) // 2)
-    assert (square[0] == 255).all() and (square[1:] == 0).all()
+def grey_profile() -> bytes:
+    """Grey whose values are shares of light."""
+    import hostile
+
+    return hostile._profile(b"GRAY", 1.0)
 
 
-def test_random_crops_depend_on_seed_and_bytes_alone(tmp_path):
-    items = items_in(tmp_path, {f"{i}.png": encoded(Image.effect_noise((96, 32), 50)) for i in range(12)})
-    load = partial(pictures.load_batch, resolutions=[16, 32], crop="random")
-    first, again, other = load(items, seed=1), load(items[::-1], seed=1), load(items, seed=2)
-    assert (first.crop[32] == again.crop[32][::-1]).all() and (first.images[32] == again.images[32][::-1]).all()
-    assert (first.crop[32] != other.crop[32]).any()
-    assert len(set(first.crop[32][:, 1].tolist())) > 4 and (first.crop[32][:, 0] == 0).all()
-    assert np.abs(first.crop[32] - 2 * first.crop[16]).max() <= 2
+def converted(picture: Image.Image, icc_profile: bytes) -> np.ndarray:
+    """What lcms makes of the colours of a profile."""
+    made = ImageCms.profileToProfile(picture, io.BytesIO(icc_profile), ImageCms.createProfile("sRGB"), outputMode="RGB")
+    assert made is not None
+    return pixels_of(made)
 
 
-def test_sizes_are_those_before_the_resize_upright(tmp_path):
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_colours_of_another_profile_become_what_lcms_makes_of_them(kind):
+    data = encoded(noise(1), kind, icc_profile=profile())
+    found = pictures.decode(data)
+    assert (pixels_of(found.picture) == converted(noise(1), profile())).all() and found.marks == ("icc_converted",)
+    assert np.abs(pixels_of(found.picture) - pixels_of(noise(1))[:, :, [1, 0, 2]]).max() <= 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "icc_profile", "marks"),
+    [
+        ("RGB", srgb(), ()),
+        ("P", srgb(), ()),
+        ("RGB", b"no profile at all", ("icc_broken",)),
+        ("RGB", profile()[:300], ("icc_broken",)),
+        ("L", srgb(), ("icc_broken",)),
+    ],
+    ids=["sRGB", "sRGB of a palette", "garbage", "cut", "of colours on grey"],
+)
+def test_a_profile_that_is_srgb_or_broken_changes_nothing_and_only_a_broken_one_is_counted(mode, icc_profile, marks):
+    picture = noise(1).convert(mode)
+    found = pictures.decode(encoded(picture, icc_profile=icc_profile))
+    assert (pixels_of(found.picture) == pixels_of(picture.convert("RGB"))).all() and found.marks == marks
+
+
+def test_the_background_is_no_colour_of_the_profile():
+    picture = Image.new("RGBA", (2, 1), (*RED, 255))
+    picture.putpixel((1, 0), (0, 0, 0, 0))
+    found = pictures.decode(encoded(picture, icc_profile=profile()), RED)
+    assert np.abs(pixels_of(found.picture) - [[GREEN, RED]]).max() <= 2
+    assert found.marks == ("icc_converted", "transparency_flattened")
+
+
+@pytest.mark.parametrize("mode", ["L", pytest.param("LA", marks=pytest.mark.xfail(strict=True, reason="a grey profile counts as broken"))])
+def test_a_profile_of_grey_is_applied_to_grey(mode):
+    grey = noise(1).convert("L")
+    picture = grey.convert(mode)
+    if mode == "LA":
+        picture.putpixel((0, 0), (grey.getpixel((0, 0)), 254))
+    found = pictures.decode(encoded(picture, icc_profile=grey_profile()))
+    wanted = converted(grey, grey_profile())
+    assert "icc_converted" in found.marks and np.abs(wanted - pixels_of(grey)[..., None]).max() > 50
+    assert np.abs(pixels_of(found.picture) - wanted).max() <= 1
+
+
+def test_lab_is_lightness_and_colour():
+    lightness = np.arange(256, dtype=np.uint8)[None]
+    neutral = Image.new("L", (256, 1), 128)
+    found = decoded(encoded(Image.merge("LAB", [Image.fromarray(lightness), neutral, neutral]), "TIFF"))
+    share = lightness[0] / 255 * 100
+    light = np.where(share > 8, ((share + 16) / 116) ** 3, share * 27 / 24389)
+    srgb = 255 * np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)
+    assert np.abs(found[0] - srgb[:, None]).max() <= 2
+    red = Image.merge("LAB", [Image.new("L", (1, 1), value) for value in (138, 128 + 81, 128 + 70)])
+    assert np.abs(decoded(encoded(red, "TIFF"))[0, 0] - RED).max() <= 8
+
+
+# Files, views and what was learned
+
+
+def test_a_check_says_what_the_file_is_upright_and_before_any_resize(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
-    items = items_in(tmp_path, {"a.jpg": encoded(Image.new("RGB", (90, 60)), "JPEG", exif=exif)})
-    assert pictures.check_batch(items)[0].size == (90, 60)
-    assert pictures.load_batch(items, resolutions=[32], crop="center", seed=0).original_size.tolist() == [[90, 60]]
+    data = encoded(Image.new("RGB", (90, 60)), "JPEG", exif=exif)
+    write_files(tmp_path, {"a.jpg": b"****" + data + b"****"})
+    digest = hashlib.sha256(data).digest()[:16]
+    good, bad, gone, broken = pictures.check_batch(
+        [Span(os.fsencode(tmp_path / "a.jpg"), 4, len(data)), b"broken", Span(b"/nowhere/a.png", 0, -1), Broken("a reason")]
+    )
+    assert good == Checked(digest, (90, 60), "JPEG", ("exif_turned",))
+    assert bad == Checked(hashlib.sha256(b"broken").digest()[:16], problem=("unreadable", "in no format that Pillow knows"))
+    assert gone.digest == b"" and gone.problem is not None and gone.problem[0] == "unreadable" and "No such file" in gone.problem[1]
+    assert broken == Checked(b"", problem=("unreadable", "a reason"))
+    loaded = pictures.load_batch([(data, View((32, 32), "center", 0, 0, False))], background=WHITE)
+    assert (loaded.digests, loaded.original_size.tolist()) == ([digest], [[90, 60]])
+
+
+@pytest.mark.parametrize(
+    "size", [6, pytest.param(-1, marks=pytest.mark.xfail(strict=True, reason="the size of a whole file is not looked at"))]
+)
+def test_a_file_beyond_the_largest_size_is_not_read(tmp_path, monkeypatch, size):
+    write_files(tmp_path, {"a.png": b"123456"})
+    monkeypatch.setattr(pictures, "MAX_BYTES", 5)
+    (found,) = pictures.check_batch([Span(os.fsencode(tmp_path / "a.png"), 0, size)])
+    assert found == Checked(b"", problem=("too_large", "a file of 6 bytes; 5 are the most"))
+
+
+def test_a_batch_is_cut_as_its_views_say_on_its_background():
+    clear = encoded(Image.new("RGBA", (40, 20), (0, 0, 0, 0)))
+    views = [View((16, 16), "random", 1, number, number == 1) for number in range(3)]
+    files = [encoded(noise(1, 60, 40)), encoded(noise(2, 40, 60)), clear]
+    found = pictures.load_batch(list(zip(files, views, strict=True)), background=(1, 2, 3))
+    assert found.images.shape == (3, 3, 16, 16) and found.images.dtype == np.uint8
+    for place, (data, view) in enumerate(zip(files, views, strict=True)):
+        expected, corner = view.cut(pictures.decode(data, (1, 2, 3)).picture, hashlib.sha256(data).digest()[:16])
+        assert (found.images[place] == expected).all() and tuple(found.crop[place]) == corner
+    assert found.images[2, :, 0, 0].tolist() == [1, 2, 3]
+    assert found.original_size.tolist() == [[40, 60], [60, 40], [20, 40]]
+
+
+def test_a_picture_that_is_no_longer_good_ends_the_batch_with_its_reason():
+    with pytest.raises(pictures.BadPicture) as bad:
+        pictures.load_batch([(plain(), VIEW), (b"", VIEW)], background=WHITE)
+    assert (bad.value.reason, bad.value.detail) == ("empty_file", "0 bytes")
+
+
+def test_one_picture_is_opened_for_looking_at():
+    assert (pixels_of(pictures.open_picture(encoded(noise(1)))) == pixels_of(noise(1))).all()
+    assert pixels_of(pictures.open_picture(half_clear("RGBA"), RED))[0, 3].tolist() == list(RED)
+    with pytest.raises(pictures.BadPicture):
+        pictures.open_picture(Broken("a reason"))
 
 
 def test_scenes_keep_their_pixels_at_their_own_size():
-    items = list(sources.open_source("scenes", limit=5, seed=7).items())
     drawn = scenes.draw(5, seed=7)
-    pixels = pictures.load_batch(items, resolutions=[64], crop="center", seed=0)
-    assert (pixels.images[64] == scenes.render(drawn)).all()
-    assert [item.caption for item in items] == [scene.caption for scene in drawn]
+    found = pictures.load_batch([(scene, View((64, 64), "center", 0, 0, False)) for scene in drawn], background=WHITE)
+    assert (found.images == scenes.render(drawn)).all()
+    assert {one.size for one in pictures.check_batch(drawn)} == {(64, 64)}
+    assert [one.digest for one in pictures.check_batch(drawn)] == found.digests and len(set(found.digests)) == 5
 
 
 def test_pixels_and_tokens_are_those_of_this_pixel_version(frozen):
     y, x = np.mgrid[:40, :56]
-    pattern, buffer = np.stack([x * 4, y * 6, (x * y) % 256, 255 - x * 2], axis=-1).astype(np.uint8), io.BytesIO()
-    Image.fromarray(pattern).save(buffer, "PNG")
-    square, _ = pictures.square_crop(pictures.decode(buffer.getvalue()), 32)
+    pattern = np.stack([x * 4, y * 6, (x * y) % 256, 255 - x * 2], axis=-1).astype(np.uint8)
+    views = [View((32, 32), "center", 0, 0, False), View((48, 24), "random", 7, 1, True)]
+    cuts = [view.cut(pictures.decode(file_of(pattern)).picture, bytes(16))[0].tobytes() for view in views]
     tokens = frozen.tokenize(["a large owl on a pink background"]).numpy().astype(np.int64)
-    seen = hashlib.sha256(square.tobytes() + tokens.tobytes()).hexdigest()
-    golden = {1: "46064d53d3dc9b6f52d6f0342a53c937b6949c52e1080be59d93c786cf58a110"}
+    seen = hashlib.sha256(b"".join(cuts) + tokens.tobytes()).hexdigest()
+    golden = {2: "33969b768f1c6f20e23c3190e96de9b43e4437b0e5b338ef1667101b53d91903"}
     assert seen == golden[pictures.PIXEL_VERSION], "pixels or tokens changed: raise pictures.PIXEL_VERSION and note the new hash"
 
 
-# Workers
+def test_a_picture_whose_bytes_are_known_is_not_decoded_again(tmp_path, monkeypatch):
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    files = [encoded(noise(seed, 8 + seed), "JPEG", exif=exif) if seed % 2 else encoded(noise(seed, 8 + seed)) for seed in range(9)]
+    learned = pictures.check_batch(files)
+    rows = np.zeros(9, Known.ROW)
+    for row, one in zip(rows, learned, strict=True):
+        row["digest"], (row["height"], row["width"]), row["format"] = np.void(one.digest), one.size, one.format.encode()
+        row["marks"] = sum(1 << pictures.MARKS.index(mark) for mark in one.marks)
+    Known.write(tmp_path, rows[:8])
+    seen: list[bytes] = []
+    decode = pictures.decode
+    monkeypatch.setattr(pictures, "decode", lambda data, *background: (seen.append(data), decode(data, *background))[1])
+    assert pictures.check_batch(files, known=str(tmp_path)) == learned
+    assert seen == [files[8]]
+    assert pictures.check_batch(files) == learned and seen[1:] == files
+
+
+def test_what_is_known_is_told_apart_by_the_whole_digest(tmp_path):
+    digests = [bytes(8) + bytes([i]) * 8 for i in (3, 1, 2, 0)] + [b"\xff" * 16]
+    rows = np.zeros(5, Known.ROW)
+    rows["digest"], rows["height"], rows["width"] = [np.void(digest) for digest in digests], range(1, 6), 9
+    Known.write(tmp_path, rows)
+    store = Known(tmp_path)
+    assert [store.find(digest) for digest in digests] == [Checked(digest, (i, 9)) for i, digest in enumerate(digests, start=1)]
+    assert [store.find(digest) for digest in (bytes(8) + b"\7" * 8, b"\1" * 16)] == [None, None]
+    Known.write(tmp_path, rows[:0])
+    assert Known(tmp_path).find(digests[0]) is None
+
+
+def test_psnr_is_infinite_only_on_paper():
+    black = np.zeros((3, 3, 4, 4), np.uint8)
+    others = black + np.array([0, 1, 255], np.uint8)[:, None, None, None]
+    assert np.allclose(pictures.psnr(black, others), [100, 20 * np.log10(255), 0])
+
+
+# Processes that share the work (sdlab.pool)
+
+VIEW = View((16, 16), "center", 0, 0, False)
+
+
+def doubled(batch: list[int], deadly: int | None = None) -> list[int]:
+    """Twice each number, in a time of its own; a deadly one ends the process."""
+    if deadly in batch:
+        os._exit(1)
+    time.sleep(0.01 * (batch[0] % 3))
+    return [2 * number for number in batch]
+
+
+def stand_in(number: int) -> list[int]:
+    return [-number]
+
+
+def process(batch: list[int]) -> tuple[int, bool]:
+    """Which process this is, and whether it knows torch."""
+    return os.getpid(), "torch" in sys.modules
+
+
+def end_at_once() -> None:
+    os._exit(1)
+
+
+@pytest.mark.parametrize(("asked", "count", "expected"), [(3, 1, 3), (0, 10**9, 0), ("auto", 8 * pool.BATCH - 1, 0)])
+def test_there_are_as_many_workers_as_asked_for_and_none_for_a_few_pictures(asked, count, expected):
+    assert pool.workers(asked, count) == expected
+    assert pool.workers("auto", 8 * pool.BATCH) >= 1
 
 
 def test_worker_processes_give_the_same_as_this_process(tmp_path):
-    good = {f"{i}.png": encoded(Image.new("RGB", (3 + i, 3 + i), RED)) for i in range(5)}
-    items = [*items_in(tmp_path, good | {"bad.png": b"broken"}), *sources.open_source("scenes", limit=90).items()]
-    here, there = (list(pictures.map_batches(pictures.check_batch, items, num_workers=n)) for n in (0, 2))
-    assert here == there
-    assert sum(len(batch) for batch, _ in here) == len(items) == 96
+    files = {f"{i}.png": plain(3 + i) for i in range(5)} | {"bad.png": b"broken"}
+    write_files(tmp_path, files)
+    handles = [*(Span(os.fsencode(tmp_path / name), 0, -1) for name in files), plain(), Broken("a reason"), *scenes.draw(40, seed=0)]
+    batches = [(start, handles[start : start + 8]) for start in range(0, 48, 8)]
+    here, there = (list(pool.map_batches(pictures.check_batch, batches, num_workers=n)) for n in (0, 2))
+    assert here == there and sum(len(batch) for _, batch in here) == 48
 
 
-def test_importing_pictures_does_not_import_torch():
-    code = "import sys, sdlab.pictures; sys.exit('torch' in sys.modules or 'diffusers' in sys.modules)"
+def test_results_come_in_order_and_only_a_few_batches_are_under_way():
+    pulled = []
+    batches = ((pulled.append(number), (number, [number, -number]))[1] for number in range(40))
+    for number, result in enumerate(pool.map_batches(doubled, batches, num_workers=2)):
+        assert result == (number, [2 * number, -2 * number])
+        assert len(pulled) <= number + 7
+    assert number == 39
+
+
+def test_who_stops_early_has_what_was_taken_and_leaves_no_process_behind():
+    results = pool.map_batches(process, ((number, []) for number in itertools.count()), num_workers=2)
+    taken = list(itertools.islice(results, 5))
+    results.close()
+    assert [context for context, _ in taken] == [0, 1, 2, 3, 4]
+    pids = {pid for _, (pid, _) in taken}
+    assert os.getpid() not in pids and not any(map(psutil.pid_exists, pids))
+
+
+def test_a_process_that_dies_costs_only_its_argument():
+    batches = [(number, [2 * number, 2 * number + 1]) for number in range(3)]
+    found = list(pool.map_batches(partial(doubled, deadly=3), batches, num_workers=2, dead=stand_in))
+    assert found == [(0, [0, 2]), (1, [4, -3]), (2, [8, 10])]
+
+
+def test_a_process_that_dies_is_an_error_where_nothing_stands_for_its_argument():
+    with pytest.raises(ConfigError, match="a decoding process died"):
+        list(pool.map_batches(partial(doubled, deadly=3), [(0, [1, 2]), (1, [3])], num_workers=1))
+
+
+@pytest.mark.xfail(strict=True, raises=IndexError, reason="no batch has been sent yet")
+def test_processes_that_end_as_soon_as_they_start_are_an_error(monkeypatch):
+    monkeypatch.setattr(pool, "_leave_with_the_starter", end_at_once)
+    with pytest.raises(ConfigError, match="end as soon as they are started"):
+        list(pool.map_batches(doubled, [(0, [1])], num_workers=1, dead=stand_in))
+
+
+def test_an_error_of_the_work_or_of_the_batches_arrives_as_it_is():
+    with pytest.raises(pictures.BadPicture) as bad:
+        list(pool.map_batches(partial(pictures.load_batch, background=WHITE), [(0, [(b"", VIEW)])], num_workers=1))
+    assert (bad.value.reason, bad.value.detail) == ("empty_file", "0 bytes")
+    with pytest.raises(ZeroDivisionError):
+        list(pool.map_batches(doubled, ((0, [1 // number]) for number in (1, 0)), num_workers=1))
+
+
+def test_workers_start_afresh_after_this_process_has_run_threads_of_torch():
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.ones(300, 300).matmul(torch.ones(300, 300)).mean() == 300
+        (_, (pid, knows_torch)), *_ = pool.map_batches(process, [(0, [1])], num_workers=1)
+        assert pid != os.getpid() and not knows_torch
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_importing_what_workers_need_does_not_import_torch():
+    code = "import sys, sdlab.pictures, sdlab.pool; sys.exit('torch' in sys.modules or 'diffusers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+SCRIPT = """
+import sys, time
+from concurrent.futures import ProcessPoolExecutor, wait
+from pathlib import Path
+from sdlab import pool
+with Path("runs").open("a") as file:
+    file.write("once ")
+if "slow" in sys.argv:  # the first process is ready before the second is asked for
+    submit = ProcessPoolExecutor.submit
+    def slowly(*arguments):
+        future = submit(*arguments)
+        wait([future], timeout=10)
+        time.sleep(0.2)
+        ProcessPoolExecutor.submit = submit
+        return future
+    ProcessPoolExecutor.submit = slowly
+print(sum(result for _, result in pool.map_batches(sum, [(number, [1, 2]) for number in range(6)], num_workers=2)))
+"""
+
+
+@pytest.mark.parametrize(
+    "pace",
+    ["quick", pytest.param("slow", marks=pytest.mark.xfail(strict=True, reason="processes that start later start the script again"))],
+)
+def test_a_script_is_not_run_again_in_the_processes_that_it_starts(tmp_path, pace):
+    write_files(tmp_path, {"script.py": SCRIPT})
+    ended = subprocess.run([sys.executable, "script.py", pace], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.stdout, (tmp_path / "runs").read_text()) == ("18\n", "once "), ended.stderr
+
+
+def test_no_process_outlives_the_one_that_started_it_even_when_that_is_killed(tmp_path):
+    lines = ["import time", "from sdlab import pool", "batches = ((number, 60 if number else 0) for number in range(9))"]
+    lines += ["results = pool.map_batches(time.sleep, batches, num_workers=2)", "print(next(results), flush=True)", "next(results)"]
+    script = write_files(tmp_path, {"script.py": "\n".join(lines)}) / "script.py"
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE) as started:
+        assert started.stdout is not None and started.stdout.readline() == b"(0, None)\n"
+        others = psutil.Process(started.pid).children(recursive=True)
+        started.kill()
+    try:
+        assert len(others) >= 3
+        end = time.monotonic() + 20
+        while left := [one for one in others if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]:
+            assert time.monotonic() < end, left
+            time.sleep(0.05)
+    finally:
+        for one in others:
+            if one.is_running():
+                one.kill()

@@ -102,11 +102,35 @@ def test_a_loss_that_is_not_finite_is_left_out():
     assert list(axes.lines[0].get_ydata()) == [0.5]
 
 
-def test_a_histogram_counts_every_finite_value():
-    figure = plots.histogram([1, 2, 2, 3, float("inf")], "Sides", "pixels")
-    assert sum(bar.get_height() for bar in figure.axes[0].patches) == 4
-    assert "1 not finite" in figure.get_suptitle()
-    assert is_png(plots.histogram([], "Nothing", "pixels"))
+REPORT = {
+    "scanned": 12,
+    "used": 6,
+    "filtered": {"aspect": 2},
+    "quarantined": {"no_caption": 3, HOSTILE: 1},
+    "captions": {"present": 10, "missing": 1, "empty": 1, "truncated": 1},
+    "shapes": {
+        "used_smaller_side": {"40": 4, "1024": 2},
+        "filtered_smaller_side": {"100": 2},
+        "used_aspect": {"1.00": 5, "0.50": 1},
+        "filtered_aspect": {"4.00": 2},
+        "used_tokens": {"7": 6},
+        "filtered_tokens": {"9": 1, "30": 1},
+    },
+}
+
+
+def test_every_counted_picture_is_in_the_histograms_of_its_shape():
+    figure = plots.shapes(REPORT, 24)
+    for axes in figure.axes:
+        assert [sum(bar.get_height() for bar in bars.patches) for bars in axes.containers] == [6, 2]
+    assert "1 of all captions are cut at 24" in figure.axes[2].get_title()
+    assert is_png(plots.shapes({**REPORT, "shapes": {}}, 24))
+
+
+def test_losses_show_the_share_of_every_reason():
+    figure = plots.losses(REPORT)
+    assert [bar.get_width() for bar in figure.axes[0].patches] == pytest.approx([50, 100 / 6, 25, 100 / 12])
+    assert "3 (25.0 %)" in texts(figure.axes[0])
 
 
 def test_a_grid_shows_every_pixel_as_it_is():
@@ -123,7 +147,7 @@ def test_hostile_text_is_cut_and_never_parsed():
         sheet = plots.contact_sheet(images, [HOSTILE, "", "$", "\u732b"], HOSTILE)
         grid = plots.image_grid(images.reshape(2, 2, 3, 64, 64), [HOSTILE, "$x$"], [HOSTILE, "_"], HOSTILE)
         line = plots.fid_clip_curve(curve(HOSTILE), title=HOSTILE, note=HOSTILE)
-        assert all(is_png(figure) for figure in (sheet, grid, line, plots.loss_curve([], HOSTILE), plots.histogram([1], HOSTILE, HOSTILE)))
+        assert all(is_png(figure) for figure in (sheet, grid, line, plots.loss_curve([], HOSTILE), plots.losses(REPORT)))
     assert all(len(text) < 150 for axes in sheet.axes for text in texts(axes))
 
 
@@ -159,5 +183,5 @@ def test_figures_are_drawn_in_threads_and_unknown_to_pyplot():
 
 
 def test_a_figure_is_saved_where_it_was_asked_with_the_folders_made(tmp_path):
-    path = plots.save(plots.histogram([1], "a", "b"), tmp_path / "new" / "figure.png")
+    path = plots.save(plots.losses(REPORT), tmp_path / "new" / "figure.png")
     assert path.read_bytes().startswith(b"\x89PNG")

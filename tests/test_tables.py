@@ -120,3 +120,29 @@ def test_held_out_results_come_with_counts():
     assert "75.0 % of one-object prompts strictly right (72 of 96)" in text
     assert "12.5 % of two-object prompts strictly right (8 of 64)" in text
     assert "cannot be read" in tables.describe_held_out(rows(strict_one=None, strict_two=None, background_right=None)[0])
+
+
+SHARD = {"pictures": 3, "captions": 2, "pictures_without_caption": 1, "captions_without_picture": 0, "duplicates": 0, "unreadable": 0}
+
+
+def test_the_shards_with_the_most_to_tell_are_shown_and_all_are_summed():
+    shards = [{"shard": f"{number}.tar", **SHARD, "unreadable": int(number == 30), "ignored": {".md": 2}} for number in range(40)]
+    table = tables.shards_table(shards, n=3)
+    assert [row[0] for row in table.rows] == ["0.tar", "1.tar", "30.tar", "and 37 more", "all 40"]
+    assert table.rows[-1][1:7] == (120, 80, 40, 0, 0, 1) and table.rows[0][-1] == "2 .md"
+
+
+def test_notes_are_told_in_words():
+    assert tables.notes_table({"notes": {"icc_broken": 3}}).rows[0][1] == 3
+    assert "colour profile" in tables.notes_table({"notes": {"icc_broken": 3}}).rows[0][0]
+
+
+def test_buckets_say_what_fills_their_last_micro_batch():
+    square = {"height": 32, "width": 32, "pictures": 70, "count": 70, "upscaled": 1}
+    alone = {"config": {"preset": "tiny"}, "resolutions": {"32": {"buckets": [square]}}}
+    assert tables.bucket_table(alone).rows == (("32: 32 x 32", 70, 70, 1, 0, 32, 0),)
+    two = {
+        "config": {"preset": "tiny"},
+        "resolutions": {"32": {"buckets": [square, {**square, "width": 64, "count": 64}]}, "48": {"buckets": [square]}},
+    }
+    assert [row[-2:] for row in tables.bucket_table(two).rows] == [(32, 26), (32, 0), (None, None)]
