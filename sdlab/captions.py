@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 SIDECARS = (".txt", ".caption", ".json")
@@ -120,7 +121,7 @@ def _from_cell(value: Any, where: str) -> Caption:
 def number(value: Any) -> float:
     """A field as a number, NaN where it is none."""
     try:
-        return float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+        return float(value) if isinstance(value, int | float | str | bytes | Decimal) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
         return math.nan
 

@@ -69,7 +69,8 @@ def _items(rows: Iterator[Mapping[str, Any]], label: str, column: str | None, co
 def holds_pictures(file: Path) -> bool:
     """Whether a Parquet file has a column of pictures; one that cannot be read counts as if, so that it is reported."""
     try:
-        return image_column(pq.read_schema(file)) is not None
+        with file.open("rb") as opened:
+            return image_column(pq.read_schema(opened)) is not None
     except (pa.ArrowException, OSError):
         return True
 
@@ -78,7 +79,7 @@ def read_parquet(file: Path, label: str, column: str | None, columns: tuple[str,
     """Rows of a Parquet file, without reading their pictures."""
     label = captions.label(label)
     try:
-        with pq.ParquetFile(file) as opened:
+        with file.open("rb") as stream, pq.ParquetFile(stream) as opened:
             schema = opened.schema_arrow
             texts = [field.name for field in schema if not _holds_bytes(field.type)]
             batches = opened.iter_batches(columns=texts)
@@ -92,7 +93,7 @@ class Parquet:
     """The pictures of a Parquet file, read a few at a time and in order."""
 
     def __init__(self, file: Path) -> None:
-        self._file = pq.ParquetFile(file)
+        self._file = pq.ParquetFile(file.open("rb"))
         self._column = image_column(self._file.schema_arrow) or ""
         groups = [self._file.metadata.row_group(index).num_rows for index in range(self._file.num_row_groups)]
         self._starts = [0, *itertools.accumulate(groups)]
@@ -145,10 +146,10 @@ def open_dataset(given: str) -> tuple[Any, str]:
     split = "train" if "train" in splits else next(iter(splits), "")
     if len(splits) != 1 and split != "train":
         raise ConfigError(f"source {given!r} has the splits {', '.join(splits) or 'none'} and no 'train'; save the one to take by itself")
-    column = image_column(splits[split].with_format(None).data.schema)
-    if column is None:
-        raise ConfigError(f"source {given!r} has no column of pictures{hint('image', splits[split].column_names)}")
-    return splits[split], split
+    dataset = splits[split].with_format(None)
+    if image_column(dataset.data.schema) is None:
+        raise ConfigError(f"source {given!r} has no column of pictures{hint('image', dataset.column_names)}")
+    return dataset, split
 
 
 def read_dataset(dataset: Any, label: str, column: str | None, columns: tuple[str, ...], tally: Tally) -> Iterator[Item]:

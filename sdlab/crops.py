@@ -22,18 +22,18 @@ MAX_ASPECT = 4.0
 
 @functools.cache
 def buckets(resolution: int, step: int) -> tuple[Shape, ...]:
-    """Aspect-ratio buckets: all shapes of whole steps with 0.9 to 1 times the area of the square and an aspect of 1:4 to 4:1.
+    """Aspect-ratio buckets: the square, and all other shapes of whole steps with 0.9 to 1 times its area and an aspect of 1:4 to 4:1.
 
-    At 1024 pixels in steps of 64 these are the 41 of SDXL (arXiv 2307.01952, appendix I).
+    At 1024 pixels in steps of 64 these are 41, among them all that Stability's sampling script for SDXL lists.
 
     Args:
         resolution: pixels a side of the square.
-        step: pixels that both sides are multiples of.
+        step: pixels that the sides of the others are multiples of.
     """
     sides = range(step, int(resolution * MAX_ASPECT) + 1, step)
     area = resolution**2
-    shapes = [(h, w) for h in sides for w in sides if MIN_FILL * area <= h * w <= area and max(h, w) <= MAX_ASPECT * min(h, w)]
-    return tuple(sorted({*shapes, (resolution, resolution)}))
+    shapes = [(h, w) for h in sides for w in sides if h != w and MIN_FILL * area <= h * w <= area and max(h, w) <= MAX_ASPECT * min(h, w)]
+    return tuple(sorted([*shapes, (resolution, resolution)]))
 
 
 def bucket_step(resolution: int, unit: int) -> int:

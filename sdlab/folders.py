@@ -73,6 +73,8 @@ def _pass_over(root: Path, path: str, stems: set[str], tally: Tally) -> None:
     if suffix.lower() not in SIDECARS or stem.startswith("."):
         linked = os.path.islink(root / path) and os.path.isdir(root / path)
         tally.ignore("link to a folder" if linked else kind_of(path), captions.label(path))
+    elif path.endswith("_stats.json"):
+        tally.ignore("statistics of img2dataset", captions.label(path))
     elif stem not in stems:
         tally.orphan(captions.label(path))
 
@@ -184,7 +186,7 @@ def _csv_rows(file: Path, text: str) -> Iterator[tuple[int, dict[str, Any] | str
 
 def _parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     try:
-        with pq.ParquetFile(file) as opened:
+        with file.open("rb") as stream, pq.ParquetFile(stream) as opened:
             _check_columns(file, opened.schema_arrow.names)
             number = 0
             for batch in opened.iter_batches():

@@ -30,6 +30,10 @@ class Span:
     size: int
     """-1 for all."""
 
+    def length(self) -> int:
+        """How many they are."""
+        return self.size if self.size >= 0 else os.stat(self.path).st_size - self.offset
+
     def read(self) -> bytes:
         """All of them, as far as the file goes."""
         with open(self.path, "rb") as handle:

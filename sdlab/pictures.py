@@ -119,15 +119,18 @@ def _flatten(picture: Image.Image, background: Colour, marks: list[str]) -> Imag
         picture = _scaled(picture, background, marks)
     alpha = None
     if picture.has_transparency_data:
-        picture = picture.convert("RGBA")
-        alpha = picture.getchannel("A")
+        alpha = picture.convert("RGBA").getchannel("A")
         alpha = None if alpha.getextrema() == (255, 255) else alpha
+        picture = picture.convert("L" if picture.mode in _GREY else "RGB")
     marks += ["cmyk_converted"] * (picture.mode == "CMYK")
     plain = _to_srgb(picture, profile, marks)
     if alpha is not None:
         marks.append("transparency_flattened")
         plain = Image.composite(plain, Image.new("RGB", plain.size, background), alpha)
     return plain
+
+
+_GREY = ("1", "L", "LA")
 
 
 def _scaled(picture: Image.Image, background: Colour, marks: list[str]) -> Image.Image:
@@ -154,7 +157,7 @@ def _to_srgb(picture: Image.Image, profile: bytes | None, marks: list[str]) -> I
     if not profile:
         return picture.convert("RGB")
     try:
-        mode, transform = _transform(profile, picture.mode if picture.mode in ("L", "CMYK") else "RGB")
+        mode, transform = _transform(profile, "L" if picture.mode in _GREY else "CMYK" if picture.mode == "CMYK" else "RGB")
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
         marks.append("icc_broken")
         return picture.convert("RGB")
@@ -278,9 +281,9 @@ def _read(handle: Handle) -> tuple[bytes | Image.Image, bytes]:
     if isinstance(handle, Broken):
         raise BadPicture("unreadable", handle.detail)
     if not isinstance(handle, bytes):
-        if handle.size > MAX_BYTES:
-            raise BadPicture("too_large", f"a file of {handle.size:,} bytes; {MAX_BYTES:,} are the most")
         try:
+            if (length := handle.length()) > MAX_BYTES:
+                raise BadPicture("too_large", f"a file of {length:,} bytes; {MAX_BYTES:,} are the most")
             handle = handle.read()
         except OSError as error:
             raise BadPicture("unreadable", error_line(error)) from None

@@ -6,6 +6,7 @@ An argument that ends the process that works on it ends no run, and no process o
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.context
 import multiprocessing.process
 import os
 import sys
@@ -77,8 +78,12 @@ def map_batches(
         except BrokenProcessPool:
             if dead is None:
                 raise ConfigError("a decoding process died (out of memory?); use fewer num_workers, or num_workers=0") from None
-            first = waiting.popleft()
-            yield first.context, _one_by_one(work, first.batch, dead)
+            _check_start()
+            while waiting and waiting[0].is_done():
+                yield waiting[0].context, waiting.popleft().result()
+            if waiting:
+                first = waiting.popleft()
+                yield first.context, _one_by_one(work, first.batch, dead)
 
 
 @dataclass
@@ -87,24 +92,35 @@ class _Sent(Generic[Context, Argument]):
     batch: list[Argument]
     future: Any = None
 
+    def is_done(self) -> bool:
+        """Whether its result was handed back before the process of another one died."""
+        return self.future is not None and self.future.done() and not self.future.cancelled() and self.future.exception() is None
+
     def result(self) -> Any:
         return self.future.result()
 
 
+class _Fresh(multiprocessing.context.ForkServerProcess):
+    """A process that does not run a user's script again from its top, whenever it is started."""
+
+    def start(self) -> None:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            super().start()
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _FreshContext(multiprocessing.context.ForkServerContext):
+    Process = _Fresh
+
+
 @contextmanager
 def _pool(num_workers: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of fresh processes, all started here; whatever is still waiting when it is left is dropped."""
-    context = multiprocessing.get_context("forkserver")
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_leave_with_the_starter)
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")  # else the processes run a user's script again from its top
+    """A pool of fresh processes; whatever is still waiting when it is left is dropped."""
+    pool = ProcessPoolExecutor(num_workers, mp_context=_FreshContext(), initializer=_leave_with_the_starter)
     try:
-        starting = [pool.submit(os.getpid) for _ in range(num_workers)]
-    finally:
-        sys.modules["__main__"] = main
-    try:
-        for started in starting:
-            started.result()
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
@@ -122,17 +138,24 @@ def _follow(starter: multiprocessing.process.BaseProcess) -> None:
     os._exit(1)
 
 
-def _one_by_one(work: Callable[[list[Argument]], Any], batch: list[Argument], dead: Callable[[Argument], Any]) -> Any:
-    """A batch whose process died, each argument in a process that may die."""
+def _check_start() -> None:
     try:
-        with _pool(1):
-            results: list[Any] = []
+        with _pool(1) as pool:
+            pool.submit(os.getpid).result()
     except BrokenProcessPool:
         raise ConfigError("the decoding processes end as soon as they are started; use num_workers=0") from None
-    for argument in batch:
+
+
+def _one_by_one(work: Callable[[list[Argument]], Any], batch: list[Argument], dead: Callable[[Argument], Any]) -> Any:
+    """A batch whose process died, one argument after another, in a fresh process after each that dies."""
+    results: list[Any] = []
+    left = deque(batch)
+    while left:
         try:
             with _pool(1) as pool:
-                results += pool.submit(work, [argument]).result()
+                while left:
+                    results += pool.submit(work, [left[0]]).result()
+                    left.popleft()
         except BrokenProcessPool:
-            results += dead(argument)
+            results += dead(left.popleft())
     return results

@@ -119,9 +119,9 @@ def _file(file: Path, label: str, given: str, column: str | None, columns: tuple
         return Part("webdataset", str(file), label, given, partial(tars.read, file, label, column, columns))
     if name.endswith(COMPRESSED):
         return Part("webdataset", str(file), label, given, partial(_compressed, label))
-    if name.endswith(".parquet"):
+    if name.endswith(".parquet") and columnar.holds_pictures(file):
         return Part("parquet", str(file), label, given, partial(columnar.read_parquet, file, label, column, columns))
-    raise ConfigError(f"source {given!r}: {file} is no .tar or .parquet file; give {UNDERSTOOD}")
+    raise ConfigError(f"source {given!r}: {file} is no .tar, and no .parquet file with pictures in it; give {UNDERSTOOD}")
 
 
 def _folder(root: Path, given: str, column: str | None, columns: tuple[str, ...]) -> list[Part]:

@@ -887,8 +887,9 @@ def _odd_members() -> Iterator[Kind]:
     new = _field(_member("y.png", sound(13)), 156, tarfile.CONTTYPE)
     ways = old + text + new + _member("y.txt", b"y") + last
     yield _shard("with_members_of_old_and_new_ways", ways, {"x.png": USED, "y.png": USED, "last.png": USED})
-    twice = _member("x.png", sound(13)) + text + _member("x.png", sound(15)) + _member("x.png", b"broken")
-    yield _shard("with_a_member_three_times", twice + last, {"x.png": USED, "last.png": USED}, again={"x.png": "duplicate_member"})
+    twice = _pair("x.png") + _pair("y.png") + _member("x.png", sound(15)) + _member("y.png", b"broken")
+    again = dict.fromkeys(("x.png", "y.png"), "duplicate_member")
+    yield _shard("with_members_twice", twice + last, {"x.png": USED, "y.png": USED, "last.png": USED}, again=again)
     texts = _member("x.txt", b"the first") + _member("x.png", sound(13)) + _member("x.txt", b"the second")
     yield _shard("with_a_caption_twice", texts + last, {"x.png": USED, "last.png": USED}, captions={"x.png": "the first"})
     told, notes = {"a.png": "café", "b.png": WORDS}, ("caption_cp1252", "caption_nul")

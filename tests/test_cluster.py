@@ -47,9 +47,9 @@ def prepare_together(folder: Path) -> dict[str, Any]:
     shrink(setattr)
     say = "rank {SLURM_PROCID} of {SLURM_NTASKS} on node {SLURM_NODEID}"
     sys.executable = stand_in(folder / "python", f"print('{say}'.format(**os.environ), file=open('{folder}/ranks', 'a'))\n{SMALL}")
-    given = {"source": "scenes", "resolution": [16, 32], "limit": 60, "num_workers": 0}
+    given = {"source": "scenes", "resolution": 16, "limit": 60, "num_workers": 0}
     two = prepare.prepare(prepare.configure(**given, data_dir=str(folder / "two"), num_nodes=2))
-    cache.check_sizes(folder / "two", two, 32, hashes=True)
+    cache.check_sizes(folder / "two", two, 16, hashes=True)
     one = prepare.prepare(prepare.configure(**given, data_dir=str(folder / "one")))
     ranks = (folder / "ranks").read_text().splitlines()
     ranks = sorted(ranks[:2]) + sorted(ranks[2:])
@@ -88,7 +88,7 @@ def go_wrong(folder: Path) -> dict[str, Any]:
     os.environ.pop("OMP_NUM_THREADS", None)
     attempt(work(say), devices=2)
     result: dict[str, Any] = {"ranks": [path.read_text() for path in sorted(folder.glob("rank-*"))]}
-    terminal, sys.stderr = sys.stderr, Watcher(folder / "seen")  # type: ignore[assignment]
+    terminal, sys.stderr = sys.stderr, Watcher(folder / "seen")
     result["shown while it works"] = attempt(work(Watcher.SHOW))
     sys.stderr = terminal
     result["config error"] = attempt(work("if rank: raise ConfigError('the sentence')\ntime.sleep(1000)"))

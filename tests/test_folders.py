@@ -128,9 +128,7 @@ def test_numbers_for_filters_come_from_the_files_beside_the_pictures_and_from_me
     assert (first, second) == (5.5, -2) and math.isnan(third)
 
 
-@pytest.mark.parametrize(
-    "kind", [*KINDS[:3], pytest.param("parquet", marks=pytest.mark.xfail(strict=True, reason="text is read as bytes"))]
-)
+@pytest.mark.parametrize("kind", [*KINDS[:3], "parquet"])
 def test_numbers_that_are_written_as_text_are_numbers(tmp_path, kind):
     assert scores(tmp_path, kind, "5.5", "1e3") == [5.5, 1000]
 

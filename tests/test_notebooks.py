@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import hostile
 import nbformat
 import pytest
 
@@ -98,3 +100,27 @@ def test_bad_input_stops_with_a_sentence(tmp_path: Path, notebook: str, name: st
     done = run(BIN / "sdlab-run", f"notebooks/{notebook}.ipynb", "-p", name, value, "--out", tmp_path)
     assert done.returncode == code
     assert message in done.stdout + done.stderr
+
+
+def test_the_data_notebook_tells_the_fate_of_every_hostile_picture(tmp_path: Path) -> None:
+    """The whole pack at once, a root a kind: the figures in the tables are those that the kinds expect."""
+    kinds, roots, fates = hostile.kinds(), [], Counter[str]()
+    for kind in kinds:
+        try:
+            roots.append(str(hostile.build(kind, tmp_path / kind.name / "root")))
+        except OSError:
+            assert kind.picky
+            continue
+        fates.update([*kind.expect.values(), *kind.again.values()])
+    settings = {"source": json.dumps(roots), "data_dir": tmp_path / "data", "resolution": 16, "max_bad_fraction": 1, "crop": "buckets"}
+    options = [part for name, value in settings.items() for part in ("-p", name, value)]
+    done = run(BIN / "sdlab-run", "notebooks/01_prepare_data.ipynb", *options, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "data" / "preflight.json").read_text())
+    used = fates.pop("used")
+    assert report["quarantined"] == dict(sorted(fates.items()))
+    assert report["used"] >= used and report["scanned"] == report["used"] + fates.total()
+    notebook = nbformat.read(tmp_path / "out" / "01_prepare_data.ipynb", 4)
+    shown = " ".join(output.get("data", {}).get("text/html", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    assert all(f">{reason}</td>" in shown and f">{count:,}</td>" in shown for reason, count in fates.items())
+    assert sum("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])) == 5

@@ -35,7 +35,7 @@ def test_a_label_opens_with_the_place_below_the_root(tmp_path):
 def test_roots_of_different_kinds_are_read_one_after_another_and_each_once(tmp_path):
     tar = str(write_tar(tmp_path / "t.tar", {"0.png": plain(), "0.txt": b"zero"}))
     folder = str(write_files(tmp_path / "pics", {"a.png": plain(), "a.txt": "one"}))
-    items, name, _ = listing([folder, tar, "scenes", folder], limit=4)
+    items, name, _ = listing([folder, folder, tar, "scenes", tar], limit=4)
     drawn = scenes.draw(2, seed=0)
     assert [item.caption.text for item in items] == ["one", "zero", *(scene.caption for scene in drawn)]
     assert name == (
@@ -44,13 +44,15 @@ def test_roots_of_different_kinds_are_read_one_after_another_and_each_once(tmp_p
     assert list(map(str, sources.open_source([folder, tar, "scenes"]).roots)) == [folder, tar]
 
 
-def test_a_limit_takes_the_first_pictures_says_so_and_lists_no_further(tmp_path):
+@pytest.mark.parametrize(("limit", "counts"), [(3, [3]), (7, [5, 2]), (10, [5, 5]), (15, [5, 5, 5])])
+def test_a_limit_takes_the_first_pictures_says_so_and_lists_no_further(tmp_path, limit, counts):
     for number in range(3):
         write_tar(tmp_path / f"{number}.tar", {f"{i}.png": plain() for i in range(5)})
-    items, name, tallies = listing(str(tmp_path), limit=7)
-    assert [item.path for item in items] == [f"{i // 5}.tar::{i % 5}.png" for i in range(7)]
-    assert [tally.pictures for tally in tallies] == [5, 2]
-    assert name == "webdataset: 2 tars, 7 pictures; no more than limit=7 are taken"
+    items, name, tallies = listing(str(tmp_path), limit=limit)
+    assert [item.path for item in items] == [f"{i // 5}.tar::{i % 5}.png" for i in range(limit)]
+    assert [tally.pictures for tally in tallies] == counts
+    tars = f"{len(counts)} tar{'s' * (len(counts) > 1)}"
+    assert name == f"webdataset: {tars}, {limit} pictures; no more than limit={limit} are taken"
     assert listing(str(tmp_path), limit=16)[1] == "webdataset: 3 tars, 15 pictures"
 
 
