@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sdlab import runs
+from sdlab import pool, runs
 from sdlab.config import ConfigError
 
 JOB = "job.json"
@@ -32,7 +32,11 @@ TAIL = 2000
 
 def device() -> torch.device:
     """The device of this process: the GPU of its local rank if there is one, else the CPU."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def devices(asked: int | str) -> int:
@@ -100,7 +104,13 @@ def _cpus(num_nodes: int) -> int:
 
 def _environment(threads: int) -> dict[str, str]:
     ours = {name: value for name, value in os.environ.items() if name not in RANKS}
-    return {"OMP_NUM_THREADS": str(max(1, threads)), **ours, "PYTHONUNBUFFERED": "1", "SDLAB_HEADLESS": "1"}
+    return {
+        "OMP_NUM_THREADS": str(max(1, threads)),
+        pool.CORES: str(max(1, threads)),
+        **ours,
+        "PYTHONUNBUFFERED": "1",
+        "SDLAB_HEADLESS": "1",
+    }
 
 
 def _run(command: list[str], environments: list[dict[str, str]], folder: Path) -> None:

@@ -245,16 +245,17 @@ def _check(handle: Handle, store: Known | None) -> Checked:
         return Checked(digest, problem=(bad.reason, bad.detail))
 
 
-def load_batch(jobs: Sequence[tuple[Handle, View]], *, background: Colour) -> Pixels:
-    """Decode good pictures and cut their views, all of one shape.
+def load_batch(jobs: Sequence[tuple[Handle, View]], *, background: Colour) -> Pixels | None:
+    """Decode good pictures and cut their views, all of one shape; None where there are none.
 
     Raises:
         BadPicture: a picture is no longer good.
     """
+    if not jobs:
+        return None
     digests, images, sizes, corners = [], [], [], []
     for handle, view in jobs:
-        data, digest = _read(handle)
-        picture = data if isinstance(data, Image.Image) else decode(data, background).picture
+        picture, digest = open_picture(handle, background)
         pixels, corner = view.cut(picture, digest)
         digests.append(digest)
         images.append(pixels)
@@ -263,14 +264,14 @@ def load_batch(jobs: Sequence[tuple[Handle, View]], *, background: Colour) -> Pi
     return Pixels(digests, np.stack(images), np.array(sizes, np.int32), np.array(corners, np.int32))
 
 
-def open_picture(handle: Handle, background: Colour = WHITE) -> Image.Image:
-    """One picture as plain RGB.
+def open_picture(handle: Handle, background: Colour = WHITE) -> tuple[Image.Image, bytes]:
+    """One picture as plain RGB, and its digest.
 
     Raises:
         BadPicture: it is none.
     """
-    data, _ = _read(handle)
-    return data if isinstance(data, Image.Image) else decode(data, background).picture
+    data, digest = _read(handle)
+    return (data if isinstance(data, Image.Image) else decode(data, background).picture), digest
 
 
 def _read(handle: Handle) -> tuple[bytes | Image.Image, bytes]:

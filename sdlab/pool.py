@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.context
 import multiprocessing.process
 import os
+import signal
 import sys
 import threading
 import types
@@ -24,6 +25,8 @@ from sdlab.config import ConfigError
 
 BATCH = 32
 """Pictures a process takes at a time."""
+CORES = "SDLAB_CORES"
+"""The environment variable that says how many cores are this rank's share of its node."""
 Context = TypeVar("Context")
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
@@ -34,7 +37,7 @@ def workers(asked: int | str, count: int) -> int:
     if isinstance(asked, int):
         return asked
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 0 if count < 8 * BATCH else cores
+    return 0 if count < 8 * BATCH else min(cores, int(os.environ.get(CORES, cores)))
 
 
 def map_batches(
@@ -127,7 +130,8 @@ def _pool(num_workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _leave_with_the_starter() -> None:
-    """End this process when the one that started it has ended, however that went."""
+    """End this process when the one that started it has ended, however that went; an interrupt is for that one to answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     starter = multiprocessing.parent_process()
     assert starter is not None
     threading.Thread(target=_follow, args=[starter], daemon=True).start()

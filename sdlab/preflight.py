@@ -247,7 +247,7 @@ def quarantined_pictures(found: Found) -> tuple[np.ndarray, list[str]]:
     for tile, (part, item) in zip(tiles, items, strict=True):
         if item.problem is None:
             try:
-                tile[:] = crop(pictures.open_picture(found.index.handle(part, item)), (TILE, TILE))[0]
+                tile[:] = crop(pictures.open_picture(found.index.handle(part, item))[0], (TILE, TILE))[0]
             except BadPicture:
                 continue
     return tiles, [f"{why}: {item.path.split('::')[-1]}" for (_, why), (_, item) in zip(chosen, items, strict=True)]

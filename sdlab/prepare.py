@@ -294,10 +294,10 @@ def _sample(config: PrepareConfig, found: Found, frozen: Frozen, folder: Path, s
         shard = shards[int(np.searchsorted(starts, row, side="right")) - 1]
         local = row - int(starts[int(np.searchsorted(starts, row, side="right")) - 1])
         item = next(found.index.items([found.rows[shard.used[local]]]))
-        pixels = pictures.load_batch([(found.index.handle(*item), shard.views[local])], background=encode.colour(config))
+        pixels, _ = shard.views[local].cut(*pictures.open_picture(found.index.handle(*item), encode.colour(config)))
         stored = cache.read_shard(place / f"{shard.name}.arrow").column("moments").chunk(local // cache.CHUNK)[local % cache.CHUNK]
         moments = torch.from_numpy(np.array(stored.values)).float().reshape(1, *encode.moments_shape(frozen, shard.shape))
-        arrays[f"image_{number}"] = pixels.images[0]
+        arrays[f"image_{number}"] = pixels
         arrays[f"decoded_{number}"] = frozen.decode(moments.chunk(2, dim=1)[0] * frozen.scaling_factor).numpy()[0]
     np.savez(place / f"{name}.partial.npz", **arrays)  # type: ignore[arg-type]
     (place / f"{name}.partial.npz").rename(place / name)

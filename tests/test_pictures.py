@@ -256,8 +256,8 @@ def test_a_picture_that_is_no_longer_good_ends_the_batch_with_its_reason():
 
 
 def test_one_picture_is_opened_for_looking_at():
-    assert (pixels_of(pictures.open_picture(encoded(noise(1)))) == pixels_of(noise(1))).all()
-    assert pixels_of(pictures.open_picture(half_clear("RGBA"), RED))[0, 3].tolist() == list(RED)
+    assert (pixels_of(pictures.open_picture(encoded(noise(1)))[0]) == pixels_of(noise(1))).all()
+    assert pixels_of(pictures.open_picture(half_clear("RGBA"), RED)[0])[0, 3].tolist() == list(RED)
     with pytest.raises(pictures.BadPicture):
         pictures.open_picture(Broken("a reason"))
 
