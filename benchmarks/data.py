@@ -38,7 +38,7 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """How much is measured; the last two are how often."""
 
     rows: int = 100_000
     few_rows: int = 10_000
@@ -49,9 +49,6 @@ class Sizes:
     decided: int = 10_240
     repeats: int = 7
     processes: int = 5
-
-
-QUICK = Sizes(10_000, 1_000, 100_000, 2_048, 200, 60, 1_024, repeats=5, processes=1)
 
 
 # What is measured on
@@ -125,8 +122,8 @@ def in_turns(baseline: Callable[[], float], ours: Callable[[], float], repeats: 
     """Medians of rates that are measured in turns, after a turn of each that does not count."""
     _, *turns = [(baseline(), ours()) for _ in range(repeats + 1)]
     base, our = (statistics.median(rates) for rates in zip(*turns, strict=True))
-    ratios = [ours / base for base, ours in turns]
-    spread = (max(ratios) - min(ratios)) / 2 / (our / base)
+    ratios = [one / other for other, one in turns]
+    spread = (max(ratios) - min(ratios)) / 2 / statistics.median(ratios)
     return {"ratio": our / base, "baseline": base, "ours": our, "unit": unit, "repeats": repeats, "spread": spread}
 
 
@@ -157,7 +154,7 @@ def reader(folder: Path, count: int) -> Callable[[], None]:
 def read_tar(path: Path) -> None:
     with tarfile.open(path) as tar:
         for member in tar:
-            Image.open(io.BytesIO(tar.extractfile(member).read())).load()  # type: ignore[union-attr]
+            Image.open(io.BytesIO(tar.extractfile(member).read())).load()
 
 
 def load(path: Path) -> None:
@@ -204,7 +201,9 @@ def decide_mb(scratch: Path, count: int) -> float:
     check()
     tracemalloc.start()
     decide()
-    return tracemalloc.get_traced_memory()[1] / 1e6
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return most / 1e6
 
 
 def measure(scratch: Path, sizes: Sizes) -> dict[str, Any]:
@@ -213,17 +212,16 @@ def measure(scratch: Path, sizes: Sizes) -> dict[str, Any]:
     tar, read = write_tar(scratch / "small.tar", write_pictures(scratch / "small", sizes.jpegs, 256)), reader(rows, sizes.read)
     source = write_pictures(scratch / "pictures", sizes.pictures, 768)
     paths = sorted(source.glob("*.jpg"))
-    plain = (lambda: rate(sizes.jpegs, lambda: read_tar(tar)), lambda: rate(len(paths), lambda: load_all(paths)))
-    ours = (lambda: rate(sizes.read, read), lambda: rate(len(paths), looking(source, scratch)[0]))
+    batches = (lambda: rate(sizes.jpegs, lambda: read_tar(tar)), lambda: rate(sizes.read, read))
+    decoding = (lambda: rate(len(paths), lambda: load_all(paths)), lambda: rate(len(paths), looking(source, scratch)[0]))
     ratios = {
-        "random_batches_vs_tar": in_turns(plain[0], ours[0], sizes.repeats, "samples/s"),
-        "preflight_vs_pillow": in_turns(plain[1], ours[1], sizes.repeats, "pictures/s"),
+        "random_batches_vs_tar": in_turns(*batches, sizes.repeats, "samples/s"),
+        "preflight_vs_pillow": in_turns(*decoding, sizes.repeats, "pictures/s"),
     }
     figures = {"open_seconds_1m": fresh(open_seconds, many, processes=sizes.processes)}
     for name, folder in (("10k", few), ("100k", rows), ("1m", many)):
         figures[f"anonymous_mb_{name}"] = fresh(anonymous_mb, folder, sizes.read, processes=sizes.processes)
-    for name, times in (("10k", 1), ("40k", 4)):
-        figures[f"decide_mb_{name}"] = fresh(decide_mb, scratch, times * sizes.decided, processes=1)
+    figures |= {f"decide_mb_{name}": decide_mb(scratch, times * sizes.decided) for name, times in (("10k", 1), ("40k", 4))}
     return {"ratios": ratios, "figures": figures}
 
 
@@ -235,7 +233,7 @@ def main() -> None:
     os.environ["SDLAB_HEADLESS"] = "1"
     model = next((line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
     about = {"cpu": model, "cores": CORES, "load": os.getloadavg()[0], **{n: version(n) for n in ("torch", "numpy", "pillow", "pyarrow")}}
-    sizes = QUICK if arguments.quick else Sizes()
+    sizes = Sizes(10_000, 1_000, 100_000, 2_048, 200, 60, 1_024, repeats=5, processes=1) if arguments.quick else Sizes()
     with tempfile.TemporaryDirectory() as scratch:
         measured = measure(Path(scratch), sizes)
     content = {"schema": 1, "headline": "random_batches_vs_tar", "machine": about, "sizes": vars(sizes), "notes": NOTES, **measured}

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from sdlab import models, presets, runs, train
+from sdlab import models, prepare, presets, runs, train
 from sdlab.config import ConfigError, TrainConfig
 
 
@@ -229,3 +230,32 @@ def test_data_of_another_vae_is_refused(scenes_dir: Path, tmp_path: Path) -> Non
 
 def test_the_tiny_stages_keep_an_average() -> None:
     assert all(stage.ema_decay for stage in presets.get("tiny").stages.values())
+
+
+def test_token_ids_alone_train_like_cached_text_states(scenes_dir: Path, whole: Path, tmp_path: Path) -> None:
+    values = {"source": "scenes", "data_dir": str(tmp_path / "data"), "resolution": 32, "limit": 40, "text_states": False}
+    prepare.prepare(prepare.configure(**values))
+    train.train(configure(tmp_path / "data"), tmp_path / "run")
+    assert [loss for _, loss, _ in losses(tmp_path / "run")] == pytest.approx([loss for _, loss, _ in losses(whole)], rel=1e-2)
+
+
+def test_buckets_train_with_micro_batches_of_one_shape_each(tmp_path: Path) -> None:
+    (tmp_path / "pics").mkdir()
+    for number, size in enumerate([(64, 64), (64, 66), (30, 120), (120, 30), (62, 64)]):
+        Image.effect_noise(size, 60).convert("RGB").save(tmp_path / "pics" / f"{number}.png")
+        (tmp_path / "pics" / f"{number}.txt").write_text(f"noise {number}")
+    values = {"source": str(tmp_path / "pics"), "data_dir": str(tmp_path / "data"), "resolution": 32, "crop": "buckets"}
+    manifest = prepare.prepare(prepare.configure(**values))
+    assert len(manifest["resolutions"]["32"]["buckets"]) == 3
+    result = train.train(configure(tmp_path / "data", micro_batch_size=2, max_steps=3), tmp_path / "run")
+    assert (result["status"], result["samples_seen"]) == ("done", 12)
+    train.train(configure(tmp_path / "data", micro_batch_size=2, max_steps=2), tmp_path / "other")
+    resumed = train.train(configure(tmp_path / "data", micro_batch_size=2, max_steps=3), tmp_path / "other")
+    assert resumed["status"] == "done" and losses(tmp_path / "other") == losses(tmp_path / "run")
+
+
+def test_the_share_of_dropped_captions_is_logged(scenes_dir: Path, tmp_path: Path) -> None:
+    for probability in (0.0, 1.0):
+        config = configure(scenes_dir, overrides={"caption_drop_prob": probability}, max_steps=2)
+        train.train(config, tmp_path / str(probability))
+        assert [row["caption_drop_rate"] for row in runs.read_metrics(tmp_path / str(probability))] == [probability] * 2
