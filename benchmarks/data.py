@@ -120,9 +120,9 @@ def rate(count: int, work: Callable[[], Any]) -> float:
 
 def in_turns(baseline: Callable[[], float], ours: Callable[[], float], repeats: int, unit: str) -> dict[str, Any]:
     """Medians of rates that are measured in turns, after a turn of each that does not count."""
-    _, *turns = [(baseline(), ours()) for _ in range(repeats + 1)]
-    base, our = (statistics.median(rates) for rates in zip(*turns, strict=True))
-    ratios = [one / other for other, one in turns]
+    _, *turns = [(ours(), baseline()) for _ in range(repeats + 1)]
+    our, base = (statistics.median(rates) for rates in zip(*turns, strict=True))
+    ratios = [one / other for one, other in turns]
     spread = (max(ratios) - min(ratios)) / 2 / statistics.median(ratios)
     return {"ratio": our / base, "baseline": base, "ours": our, "unit": unit, "repeats": repeats, "spread": spread}
 

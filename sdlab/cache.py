@@ -267,6 +267,8 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{path} is damaged ({error}); give another data_dir") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         raise ConfigError(f"{path} was not written by this version of sdlab (it has no schema {SCHEMA!r}); give another data_dir")
+    if not isinstance(manifest.get("resolutions"), dict) or not isinstance(manifest.get("text"), dict):
+        raise ConfigError(f"{path} is damaged (it names no resolutions or texts); remove it, and prepare again")
     return manifest
 
 
@@ -320,8 +322,9 @@ def find_shard(folder: Path, name: str, *, hashes: bool = True) -> dict[str, Any
     """What is said of a shard that is there whole, None where it is not."""
     try:
         about = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-        path = folder / about["name"]
-        whole = path.stat().st_size == about["bytes"] and (not hashes or runs.file_hash(path) == about["sha256"])
+        path = folder / f"{name}.arrow"
+        whole = about["name"] == path.name and path.stat().st_size == about["bytes"]
+        whole = whole and (not hashes or (runs.file_hash(path) == about["sha256"] and read_shard(path).num_rows == about["rows"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return about if whole else None

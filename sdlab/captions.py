@@ -35,13 +35,16 @@ class Caption:
 def decode(data: bytes) -> tuple[str, tuple[str, ...]]:
     """Text of a file, and the mark of Windows-1252 where it is neither UTF-8 nor UTF-16."""
     try:
-        return data.decode(_unicode(data)), ()
+        encoding = _unicode(data)
+        return data[: len(data) // 2 * 2 if encoding.startswith("utf-16") else None].decode(encoding), ()
     except UnicodeDecodeError:
         return data.decode("cp1252", errors="replace"), ("caption_cp1252",)
 
 
 def _unicode(data: bytes) -> str:
-    """UTF-16 by its BOM, or by NULs in one half of at least every second pair of bytes; else UTF-8."""
+    """UTF-32 and UTF-16 by their BOM, UTF-16 also by NULs in one half of at least every second pair of bytes; else UTF-8."""
+    if data.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")) and len(data) % 4 == 0:
+        return "utf-32"
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "utf-16"
     even, odd = data[0::2].count(0), data[1::2].count(0)

@@ -52,7 +52,7 @@ def gather_known(folder: Path, run: str) -> None:
     checked = folder / FOLDER
     checked.mkdir(parents=True, exist_ok=True)
     rows = [_known_rows(table) for path in sorted(checked.glob("unit-*.arrow")) if (table := read_unit(path)) is not None]
-    rows += [np.load(path) for path in checked.glob(f"{_known_name('*')}/rows.npy")]
+    rows += [known for path in checked.glob(f"{_known_name('*')}/rows.npy") if (known := _read_known(path)) is not None]
     there = np.concatenate([np.empty(0, Known.ROW), *rows])
     _, first = np.unique(there["digest"], return_index=True)
     store = checked / _known_name(run)
@@ -61,6 +61,14 @@ def gather_known(folder: Path, run: str) -> None:
     for old in checked.glob("known-*"):
         if old != store:
             shutil.rmtree(old)
+
+
+def _read_known(path: Path) -> np.ndarray | None:
+    try:
+        known = np.load(path)
+    except (OSError, ValueError, EOFError):
+        return None
+    return known if known.dtype == Known.ROW else None
 
 
 def _known_name(run: str) -> str:
@@ -93,6 +101,7 @@ def check(config: PrepareConfig, index: Index, tokenizer: Tokenizer, folder: Pat
             plan.add(rows, checked)
             bar.update(len(rows))
             if plan.done:
+                bar.update(plan.passed_over)
                 _write_unit(plans.pop(unit), index, tokenizer, folder)
 
 
@@ -110,6 +119,8 @@ class _Unit:
             Checked(b"", problem=item.problem) if item.problem else Checked(b"") if lost else None
             for item, lost in zip(self.items, self.filtered, strict=True)
         ]
+
+        self.passed_over = len(self.rows) - len(self.waiting())
 
     @property
     def done(self) -> bool:

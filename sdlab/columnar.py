@@ -6,7 +6,7 @@ import bisect
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,8 @@ IMAGES = ("image", "jpg", "png", "jpeg", "webp", "img", "picture", "image_bytes"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 AT_ONCE = 64
 """Rows that are read together."""
+UNREADABLE = (pa.ArrowException, OSError, ValueError, OverflowError, KeyError)
+"""What reading a damaged or odd table raises."""
 
 
 class Table(Protocol):
@@ -33,7 +35,9 @@ class Table(Protocol):
 
 def image_column(schema: pa.Schema) -> str | None:
     """The column that holds pictures as bytes, or as a struct of `bytes` and `path`; None if there is none."""
-    return next((name for name in [*IMAGES, *schema.names] if name in schema.names and _holds_bytes(schema.field(name).type)), None)
+    fields = {field.name: field for field in schema}
+    named = next((name for name in IMAGES if name in fields and _holds_bytes(fields[name].type)), None)
+    return named or next((name for name, field in fields.items() if pa.types.is_struct(field.type) and _holds_bytes(field.type)), None)
 
 
 def _holds_bytes(kind: pa.DataType) -> bool:
@@ -56,11 +60,36 @@ def rows_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
         yield dict(zip(batch.schema.names, values, strict=True))
 
 
-def _items(rows: Iterator[Mapping[str, Any]], label: str, column: str | None, columns: tuple[str, ...], tally: Tally) -> Iterator[Item]:
-    for index, row in enumerate(rows):
-        tally.columns.update(row)
-        caption = captions.from_fields(row, column, where=label)
-        yield Item(f"{label}:{index + 1}", caption, row=index, fields=numbers(row, columns))
+def wanted(names: Sequence[str], column: str | None, columns: Sequence[str], *others: str) -> list[str]:
+    """The columns that listing needs: captions, numbers, and others by name.
+
+    Raises:
+        ValueError: one of them is there twice.
+    """
+    asked = [*others, *((column,) if column else captions.FIELDS), *columns]
+    twice = [name for name in asked if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"there are {list(names).count(twice[0])} columns named {twice[0]!r}")
+    return [name for name in dict.fromkeys(asked) if name in names]
+
+
+def _items(
+    rows: Iterator[Mapping[str, Any]], count: int, label: str, column: str | None, columns: tuple[str, ...], names: Sequence[str]
+) -> Iterator[Item]:
+    """Rows of a table as items; where they cannot be read any further, each of the rest as one that says so."""
+    done = 0
+    try:
+        for row in rows:
+            caption = captions.from_fields(row, column, where=label) if row else _no_caption(column, label, names)
+            yield Item(f"{label}:{done + 1}", caption, row=done, fields=numbers(row, columns))
+            done += 1
+    except UNREADABLE as error:
+        for row_number in range(done, count):
+            yield problem(f"{label}:{row_number + 1}", "bad_metadata", f"this row cannot be read: {captions.error_line(error)}")
+
+
+def _no_caption(column: str | None, label: str, names: Sequence[str]) -> captions.Caption:
+    return captions.from_fields(dict.fromkeys(names), column, where=label)
 
 
 # Parquet
@@ -71,7 +100,7 @@ def holds_pictures(file: Path) -> bool:
     try:
         with file.open("rb") as opened:
             return image_column(pq.read_schema(opened)) is not None
-    except (pa.ArrowException, OSError):
+    except UNREADABLE:
         return True
 
 
@@ -80,12 +109,13 @@ def read_parquet(file: Path, label: str, column: str | None, columns: tuple[str,
     label = captions.label(label)
     try:
         with file.open("rb") as stream, pq.ParquetFile(stream) as opened:
-            schema = opened.schema_arrow
-            texts = [field.name for field in schema if not _holds_bytes(field.type)]
-            batches = opened.iter_batches(columns=texts)
-            rows = (row for batch in batches for row in (rows_of(batch) if texts else [{}] * batch.num_rows))
-            yield from _items(rows, label, column, columns, tally)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            names = opened.schema_arrow.names
+            tally.columns.update(names)
+            needed = wanted(names, column, columns)
+            batches = opened.iter_batches(16 * AT_ONCE, columns=needed)
+            rows = (row for batch in batches for row in (rows_of(batch) if needed else [{}] * batch.num_rows))
+            yield from _items(rows, opened.metadata.num_rows, label, column, columns, names)
+    except UNREADABLE as error:
         yield problem(label, "bad_metadata", f"not a Parquet file that can be read: {captions.error_line(error)}")
 
 
@@ -154,10 +184,11 @@ def open_dataset(given: str) -> tuple[Any, str]:
 
 def read_dataset(dataset: Any, label: str, column: str | None, columns: tuple[str, ...], tally: Tally) -> Iterator[Item]:
     """Rows of a data set, without decoding their pictures."""
-    schema = dataset.data.schema
-    rest = dataset.select_columns([name for name in dataset.column_names if not _holds_bytes(schema.field(name).type)])
-    rows = (rest[index] if rest.column_names else {} for index in range(len(dataset)))
-    yield from _items(rows, captions.label(label), column, columns, tally)
+    tally.columns.update(dataset.column_names)
+    needed = wanted(dataset.column_names, column, columns)
+    tables = dataset.select_columns(needed).with_format("arrow").iter(16 * AT_ONCE) if needed else iter(())
+    rows = (row for table in tables for batch in table.to_batches() for row in rows_of(batch)) if needed else iter([{}] * len(dataset))
+    yield from _items(rows, len(dataset), captions.label(label), column, columns, dataset.column_names)
 
 
 class Dataset:

@@ -219,7 +219,7 @@ class PrepareConfig(Model):
     resolution: list[int] = Field([32, 64], min_length=1)
     """Pixels a side; one number or several."""
     min_resolution: int | None = Field(None, gt=0)
-    """Pictures whose smaller side has fewer pixels are filtered."""
+    """Pictures whose smaller side has fewer pixels, or is said to by `width` and `height` of the metadata, are filtered."""
     filters: list[Filter] = []
     crop: Crop = "center"
     """The middle square, a random one, or the aspect-ratio bucket of about resolution x resolution pixels that loses least."""

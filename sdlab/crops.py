@@ -42,7 +42,7 @@ def bucket_step(resolution: int, unit: int) -> int:
 
 
 def nearest_bucket(sizes: np.ndarray, shapes: Sequence[Shape]) -> np.ndarray:
-    """Which of `shapes` comes nearest in the logarithm of height / width to each row of `sizes` (N, 2): int64 (N,)."""
+    """Which of `shapes` comes nearest in the logarithm of height / width to each row of `sizes` (N, 2), of two the squarer: int64 (N,)."""
     aspects = np.log([h / w for h, w in shapes])
     order = np.argsort(aspects)
     wanted = np.log(sizes[:, 0] / sizes[:, 1])
@@ -50,7 +50,15 @@ def nearest_bucket(sizes: np.ndarray, shapes: Sequence[Shape]) -> np.ndarray:
     if len(shapes) == 1:
         return np.zeros(len(sizes), np.int64)
     below, above = aspects[order][place - 1], aspects[order][place]
-    return order[np.where(wanted - below <= above - wanted, place - 1, place)]
+    nearer = (above - wanted) - (wanted - below)
+    take_below = np.where(np.abs(nearer) < 1e-9, np.abs(below) <= np.abs(above), nearer > 0)
+    return order[np.where(take_below, place - 1, place)]
+
+
+def cut_away(sizes: np.ndarray, shape: Shape) -> np.ndarray:
+    """Share of the area of pictures of heights and widths `sizes` (N, 2) that a crop to `shape` loses: float64 (N,) in [0, 1)."""
+    ratio = sizes[:, 0] * shape[1] / (sizes[:, 1] * shape[0])
+    return 1 - np.minimum(ratio, 1 / ratio)
 
 
 def is_upscaled(sizes: np.ndarray, shape: Shape) -> np.ndarray:

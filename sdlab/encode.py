@@ -158,7 +158,8 @@ def write_shards(
     config: PrepareConfig, found: Found, plan: Plan, names: Sequence[str], whole: dict[str, list[str]], frozen: Frozen, folder: Path
 ) -> None:
     """Write some of the plan's shards, those of text first; rows that the whole shards hold are taken over."""
-    mine = [shard for shard in plan.shards if shard.name in set(names)]
+    asked = set(names)
+    mine = [shard for shard in plan.shards if shard.name in asked]
     texts = [shard for shard in mine if isinstance(shard, TextShard)]
     if texts:
         _write_texts(config, texts, cache.Old(folder / cache.TEXT, whole[cache.TEXT]), frozen, folder / cache.TEXT)
@@ -229,7 +230,7 @@ def _write_moments(
     load = partial(pictures.load_batch, background=colour(config))
     jobs = _jobs(found, shards, places)
     loaded = pool.map_batches(load, jobs, num_workers=pool.workers(config.num_workers, new))
-    with launch.progress(total=sum(len(shard.keys) for shard in shards), title=f"Encode {shards[0].resolution}", unit=" pictures") as bar:
+    with launch.progress(total=sum(len(shard.keys) for shard in shards), title=f"Encode {shards[0].resolution}", unit=" rows") as bar:
         for number, group in itertools.groupby(_unchanged(loaded), key=lambda pair: pair[0][0]):
             shard = shards[number]
             filled = _Filled(shard, plan.pointers, old, places[shard.name], frozen)

@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sdlab import captions
 from sdlab.captions import MAX_BYTES, SIDECARS, Caption
-from sdlab.columnar import rows_of
+from sdlab.columnar import UNREADABLE, rows_of, wanted
 from sdlab.config import ConfigError, hint
 from sdlab.items import PICTURES, Item, Tally, kind_of, numbers, problem
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 CONCEPT = re.compile(r"\d+_(.+)")
 """Names of folders as Kohya's trainers want them: repeats and concept."""
-Listed = dict[str, list[tuple[Caption, dict[str, float]]]]
+Listed = dict[str, dict[str, tuple[Caption, dict[str, float]]]]
+"""Rows of metadata by the picture that they name, equal ones once."""
 
 
 def walk(root: Path, failed: Callable[[OSError], None] | None = None) -> Iterator[tuple[str, list[str]]]:
@@ -53,28 +53,39 @@ def read(root: Path, column: str | None, columns: tuple[str, ...], skip: frozens
             if name in names:
                 yield from _read_metadata(root, os.path.normpath(os.path.join(folder, name)), column, columns, listed, tally)
     for folder, names in walk(root, lambda error: tally.ignore("folder that cannot be read", captions.label(str(error.filename)))):
+        beside = _captions_beside(names)
         stems = {os.path.splitext(name)[0] for name in names if is_picture(name)}
         for name in names:
             path = os.path.normpath(os.path.join(folder, name))
             if is_picture(name):
-                yield from _file_items(root, path, listed.pop(path, []) or [_beside(root, path, column, columns, tally)])
+                rows = list(listed.pop(path, {}).values()) or [_beside(root, path, beside, column, columns, tally)]
+                yield from _file_items(root, path, rows)
             elif path not in skip and name not in METADATA:
-                _pass_over(root, path, stems, tally)
-    for path, rows in listed.items():
-        yield from _file_items(root, path, rows)
+                _pass_over(root, path, stems, beside, tally)
+    for path, found in listed.items():
+        yield from _file_items(root, path, list(found.values()))
+
+
+def _captions_beside(names: Sequence[str]) -> dict[tuple[str, str], str]:
+    """The caption files of a folder by stem and suffix in lower case, the first of each."""
+    split = [(name, *os.path.splitext(name)) for name in names]
+    return {(stem, suffix.lower()): name for name, stem, suffix in reversed(split) if suffix.lower() in SIDECARS}
 
 
 def is_picture(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in PICTURES and not name.startswith(".")
 
 
-def _pass_over(root: Path, path: str, stems: set[str], tally: Tally) -> None:
-    stem, suffix = os.path.splitext(os.path.basename(path))
+def _pass_over(root: Path, path: str, stems: set[str], beside: dict[tuple[str, str], str], tally: Tally) -> None:
+    name = os.path.basename(path)
+    stem, suffix = os.path.splitext(name)
     if suffix.lower() not in SIDECARS or stem.startswith("."):
         linked = os.path.islink(root / path) and os.path.isdir(root / path)
         tally.ignore("link to a folder" if linked else kind_of(path), captions.label(path))
     elif path.endswith("_stats.json"):
         tally.ignore("statistics of img2dataset", captions.label(path))
+    elif beside[stem, suffix.lower()] != name:
+        tally.ignore("caption that comes twice", captions.label(path))
     elif stem not in stems:
         tally.orphan(captions.label(path))
 
@@ -91,13 +102,15 @@ def _file_items(root: Path, name: str, found: Sequence[tuple[Caption, dict[str, 
         yield Item(captions.label(name), caption, file=os.fsencode(name), problem=wrong, fields=fields)
 
 
-def _beside(root: Path, name: str, column: str | None, columns: tuple[str, ...], tally: Tally) -> tuple[Caption, dict[str, float]]:
+def _beside(
+    root: Path, name: str, beside: dict[tuple[str, str], str], column: str | None, columns: tuple[str, ...], tally: Tally
+) -> tuple[Caption, dict[str, float]]:
     """Caption and numbers from the files beside a picture, or the concept that its folder is named after."""
     texts: dict[str, bytes | None] = {}
-    stem = os.path.splitext(root / name)[0]
+    stem = os.path.splitext(os.path.basename(name))[0]
     for suffix in SIDECARS:
-        file = next((Path(stem + ending) for ending in (suffix, suffix.upper()) if os.path.isfile(stem + ending)), None)
-        if file is not None and stays_inside(root, file):
+        file = (root / name).parent / beside.get((stem, suffix), "")
+        if file.is_file() and stays_inside(root, file):
             texts[suffix] = _read_text(file)
     caption = captions.from_files(texts, column)
     if not texts and column is None and (concept := CONCEPT.fullmatch((root / name).parent.name)):
@@ -129,7 +142,10 @@ def _read_metadata(root: Path, name: str, column: str | None, columns: tuple[str
     if not stays_inside(root, root / name):
         yield problem(captions.label(name), "outside_root", "leads to a place outside the source folder")
         return
-    for number, row in _rows(root / name):
+    if not (root / name).is_file():
+        yield problem(captions.label(name), "not_a_file", "a folder, pipe or device with the name of a metadata file, or nothing")
+        return
+    for number, row in _rows(root / name, column, columns):
         label = captions.label(name) + (f":{number}" if number else "")
         if isinstance(row, str):
             yield problem(label, "bad_metadata", row)
@@ -141,8 +157,9 @@ def _read_metadata(root: Path, name: str, column: str | None, columns: tuple[str
         else:
             tally.columns.update(row)
             found = captions.from_fields(row, column, where=captions.label(name)), numbers(row, columns)
-            if found not in listed.setdefault(path, []):
-                listed[path].append(found)
+            rows = listed.setdefault(path, {})
+            tally.duplicates += repr(found) in rows
+            rows.setdefault(repr(found), found)
 
 
 def _below(folder: PurePosixPath, name: str) -> str | None:
@@ -153,10 +170,10 @@ def _below(folder: PurePosixPath, name: str) -> str | None:
     return None if os.path.isabs(path) or path.split(os.sep)[0] == ".." else path
 
 
-def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def _rows(file: Path, column: str | None, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Number and content of each row; text in place of a row says why it cannot be read, number 0 stands for the whole file."""
     if file.suffix == ".parquet":
-        yield from _parquet_rows(file)
+        yield from _parquet_rows(file, column, columns)
         return
     try:
         text, _ = captions.decode(file.read_bytes())
@@ -184,17 +201,23 @@ def _csv_rows(file: Path, text: str) -> Iterator[tuple[int, dict[str, Any] | str
         csv.field_size_limit(before)
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def _parquet_rows(file: Path, column: str | None, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    number, count = 0, 0
     try:
         with file.open("rb") as stream, pq.ParquetFile(stream) as opened:
             _check_columns(file, opened.schema_arrow.names)
-            number = 0
-            for batch in opened.iter_batches():
+            count = opened.metadata.num_rows
+            for batch in opened.iter_batches(columns=wanted(opened.schema_arrow.names, column, columns, "file_name")):
                 for row in rows_of(batch):
                     name = row["file_name"]
                     yield (number := number + 1), {**row, "file_name": captions.decode(name)[0] if isinstance(name, bytes) else name}
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        yield 0, f"not a Parquet file that can be read: {captions.error_line(error)}"
+    except ConfigError:
+        raise
+    except UNREADABLE as error:
+        told = captions.error_line(error)
+        yield from ((row, f"this row cannot be read: {told}") for row in range(number + 1, count + 1))
+        if not count:
+            yield 0, f"not a Parquet file that can be read: {told}"
 
 
 def _check_columns(file: Path, known: list[str]) -> None:

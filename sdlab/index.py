@@ -56,6 +56,11 @@ class Index:
         with (self.folder / SHARDS).open(encoding="utf-8") as lines:
             return [json.loads(line) for line in lines]
 
+    @property
+    def shards(self) -> list[dict[str, Any]]:
+        """The tallies of shards in which something was found."""
+        return [tally for tally in self.tallies if tally["pictures"] or tally["captions_without_picture"] or tally["ignored"]]
+
     def items(self, rows: Sequence[int] | np.ndarray) -> Iterator[tuple[int, Item]]:
         """The number of its part and the item of each row, in the order asked for; quick where rows are in order."""
         for row in rows:

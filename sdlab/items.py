@@ -6,10 +6,9 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from sdlab.captions import Caption, number
+from sdlab.captions import Caption, number, one_line
 from sdlab.scenes import Scene
 
 PICTURES = frozenset(
@@ -74,7 +73,8 @@ class Item:
 
 def problem(path: str, reason: str, detail: str, **place: Any) -> Item:
     """An item that cannot be used."""
-    return Item(path, Caption(None, detail), problem=(reason, detail), **place)
+    told = one_line(detail)[:400]
+    return Item(path, Caption(None, told), problem=(reason, told), **place)
 
 
 def numbers(row: Mapping[str, Any], columns: tuple[str, ...]) -> dict[str, float]:
@@ -148,8 +148,3 @@ class Part:
     read: Callable[[Tally], Iterator[Item]]
     note: str = ""
     """What a person should know about how it was understood."""
-
-    @property
-    def folder(self) -> Path | None:
-        """The file or folder on this machine that it reads, None where it reads none."""
-        return Path(self.root) if self.root.startswith(os.sep) else None

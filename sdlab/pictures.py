@@ -12,6 +12,7 @@ import io
 import itertools
 import os
 import warnings
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,7 @@ def decode(data: bytes, background: Colour = WHITE) -> Decoded:
 
 
 def _decode(data: bytes, background: Colour) -> Decoded:
+    _check_png(data)
     with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
         kind = "JPEG" if picture.format == "MPO" else str(picture.format)  # cameras keep a preview as an MPO's second frame
         if getattr(picture, "is_animated", False) and picture.format != "MPO":
@@ -90,6 +92,22 @@ def _decode(data: bytes, background: Colour) -> Decoded:
             marks.append("exif_turned")
             plain = plain.transpose(turn)
         return Decoded(plain, kind, tuple(dict.fromkeys(marks)))
+
+
+def _check_png(data: bytes) -> None:
+    """Refuse a PNG of which a chunk that makes pixels is not what was written: Pillow does not look at their checksums.
+
+    Raises:
+        BadPicture: a checksum does not match.
+    """
+    place = 8 if data.startswith(b"\x89PNG\r\n\x1a\n") else len(data)
+    while place + 12 <= len(data):
+        length, kind = int.from_bytes(data[place : place + 4], "big"), data[place + 4 : place + 8]
+        end = place + 8 + length
+        whole = end + 4 <= len(data) and kind in (b"IHDR", b"PLTE", b"tRNS", b"IDAT")
+        if whole and zlib.crc32(memoryview(data)[place + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
+            raise BadPicture("unreadable", f"damaged: the checksum of its chunk {kind.decode()} at byte {place} does not match")
+        place = end + 4
 
 
 _TURNS = {

@@ -245,7 +245,7 @@ def shapes(preflight: Row, max_tokens: int) -> Picture:
     _label_axes(aspect, "Portrait below 1, landscape above", "width / height (logarithmic)", "pictures")
     _draw_counts(tokens, counts, "tokens", logarithmic=False)
     tokens.axvline(max_tokens + 0.5, color=GREY, linestyle="--", linewidth=1)
-    title = f"{captions['truncated']:,} of all captions are cut at {max_tokens} (line)"
+    title = f"{captions['truncated']:,} of {captions['present']:,} are longer than {max_tokens} tokens (line)"
     _label_axes(tokens, title, "tokens a caption, start and end included", "pictures")
     handles, labels = side.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)

@@ -29,6 +29,8 @@ from sdlab.pictures import BadPicture
 
 PREFLIGHT = "preflight.json"
 QUARANTINE = "quarantine.jsonl"
+NOTED = 3
+"""Pictures that are named for each note."""
 SHOWN = 16
 """Quarantined pictures that are shown."""
 TILE = 64
@@ -45,6 +47,7 @@ class Found:
     """What preflight learned: counts by reason, and which pictures are used."""
 
     index: Index
+    config: PrepareConfig
     max_tokens: int = 0
     """Longest caption that the text encoder reads."""
     scanned: int = 0
@@ -52,6 +55,8 @@ class Found:
     quarantined: Counter[str] = field(default_factory=Counter)
     captions: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
+    noted: dict[str, list[str]] = field(default_factory=dict)
+    """The first pictures that each note is about."""
     shapes: dict[str, Counter[str]] = field(default_factory=dict)
     """How many used and filtered pictures have a smaller side, an aspect and a number of tokens of so much."""
     rows: np.ndarray = field(default_factory=lambda: _nothing()[0])
@@ -64,6 +69,12 @@ class Found:
     """Rows of the first pictures in quarantine, by reason."""
     first_note: str = ""
     """Why the first picture without a caption has none."""
+
+    def note(self, mark: str, path: str) -> None:
+        """Count what a person should know of a picture."""
+        self.notes[mark] += 1
+        if self.notes[mark] <= NOTED:
+            self.noted.setdefault(mark, []).append(path)
 
     def report(self) -> dict[str, Any]:
         """The fields of `preflight.json`; `scanned` = `used` + sum of `filtered` + sum of `quarantined`."""
@@ -79,8 +90,9 @@ class Found:
             "quarantined": dict(sorted(self.quarantined.items())),
             "captions": {name: self.captions[name] for name in ("present", "missing", "empty", "truncated")},
             "newlines": NEWLINES,
-            "listed": {"shards": len(self.index.tallies), **totals, "ignored": dict(ignored.most_common())},
+            "listed": {"shards": len(self.index.shards), **totals, "ignored": dict(ignored.most_common())},
             "notes": dict(sorted(self.notes.items())),
+            "examples": self.noted,
             "shapes": {name: dict(counts) for name, counts in self.shapes.items()},
         }
 
@@ -97,7 +109,7 @@ def decide(config: PrepareConfig, index: Index, max_tokens: int, folder: Path) -
         max_tokens: longest caption that the text encoder reads.
         folder: the data folder.
     """
-    found, used = Found(index, max_tokens), []
+    found, used = Found(index, config, max_tokens), []
     scratch = folder / f"{QUARANTINE}.partial"
     with scratch.open("w", encoding="utf-8") as lines:
         for number in range(math.ceil(len(index) / CHUNK)):
@@ -147,7 +159,7 @@ def _decide_unit(
 
 def _verdict(config: PrepareConfig, item: Item, one: dict[str, Any]) -> tuple[str, tuple[str, str] | None]:
     """The filter that takes a picture ("" for none), or reason and detail of its quarantine."""
-    if item.problem is None and one["filtered"]:
+    if one["filtered"] and not (item.problem and one["filtered"].endswith("_missing")):
         return one["filtered"], None
     if one["reason"]:
         return "", (one["reason"], one["detail"])
@@ -172,14 +184,17 @@ def _count_caption(item: Item, num_tokens: int, found: Found) -> None:
     text = item.caption.text
     found.captions["present" if text else "missing" if text is None else "empty"] += 1
     found.captions["truncated"] += bool(text) and num_tokens > found.max_tokens
-    found.notes.update(item.caption.marks)
+    for mark in item.caption.marks:
+        found.note(mark, item.path)
 
 
 def _count_shape(item: Item, one: dict[str, Any], state: str, found: Found) -> None:
     if one["height"]:
-        found.notes.update(mark for bit, mark in enumerate(pictures.MARKS) if one["marks"] >> bit & 1)
+        for bit, mark in enumerate(pictures.MARKS):
+            if one["marks"] >> bit & 1:
+                found.note(mark, item.path)
         if _formats().get(os.path.splitext(item.path)[1].lower(), one["format"]) != one["format"]:
-            found.notes["wrong_extension"] += 1
+            found.note("wrong_extension", item.path)
         found.shapes.setdefault(f"{state}_smaller_side", Counter())[str(min(one["height"], one["width"]))] += 1
         found.shapes.setdefault(f"{state}_aspect", Counter())[f"{min(99.0, max(0.01, one['width'] / one['height'])):.2f}"] += 1
     if item.caption.text:
@@ -202,10 +217,10 @@ def judge(config: PrepareConfig, found: Found, folder: Path) -> None:
         raise ConfigError(f"source {config.source!r} holds no pictures; give {sources.UNDERSTOOD}")
     if not found.captions["present"] and not config.allow_uncaptioned:
         note = f" ({found.first_note})" if found.first_note else ""
-        raise ConfigError(
-            f"no captions: none of {counts} has one{note}; put a .txt, .caption or .json of the same name beside each picture, "
-            f"or a metadata.jsonl with file_name and caption, or name the field with caption_column, or set allow_uncaptioned"
-        )
+        advice = "put a .txt, .caption or .json of the same name beside each picture, or a metadata.jsonl with file_name and caption"
+        if config.caption_column is not None:
+            advice = f"caption_column={config.caption_column!r} is in none of them: correct it, or leave it out to take captions by name"
+        raise ConfigError(f"no captions: none of {counts} has one{note}; {advice}, or set allow_uncaptioned")
     bad = sum(found.quarantined.values())
     if bad > config.max_bad_fraction * found.scanned:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in found.quarantined.most_common())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,10 +79,23 @@ def prepare(config: PrepareConfig, found: Found | None = None) -> dict[str, Any]
     """
     folder, found = resolve_path(config.data_dir), found or inspect(config)
     with _locked(folder, config):
-        if index.Index(folder).about["run"] != found.index.about["run"]:
-            raise ConfigError(f"data_dir {folder} has been looked at anew by somebody else; run again")
+        _check_found(config, found, folder)
         preflight.judge(config, found, folder)
         return _encode(config, found, models.load_frozen(presets.get(config.preset).networks), folder)
+
+
+ASKED = ("preset", "source", "data_dir", "caption_column", "filters", "min_resolution", "limit", "allow_uncaptioned", "seed")
+"""Settings that what `inspect` finds depends on."""
+
+
+def _check_found(config: PrepareConfig, found: Found, folder: Path) -> None:
+    """Refuse what was found with other settings, or is no longer what lies in the folder."""
+    changed = [name for name in ASKED if getattr(config, name) != getattr(found.config, name)]
+    if changed:
+        was = "; ".join(f"{name}: then {getattr(found.config, name)!r}, now {getattr(config, name)!r}" for name in changed)
+        raise ConfigError(f"the pictures were looked at with other settings ({was}); call inspect with these")
+    if not (folder / index.FOLDER / index.ABOUT).is_file() or index.Index(folder).about["run"] != found.index.about["run"]:
+        raise ConfigError(f"data_dir {folder} has been looked at anew or removed since; run again")
 
 
 @contextmanager
@@ -105,13 +119,21 @@ def _check_data_dir(folder: Path, config: PrepareConfig) -> None:
         root = None if given == "scenes" else resolve_path(given)
         if root is not None and root.is_dir() and folder.is_relative_to(root):
             raise ConfigError(f"data_dir {folder} lies in the source {root}, which is never written to; give a folder outside of it")
+        if root is not None and root.is_relative_to(folder) and root != folder and _is_ours(root.relative_to(folder).parts[0]):
+            raise ConfigError(f"source {root} lies where data_dir {folder} is written to; give another data_dir")
     if folder.is_file():
         raise ConfigError(f"data_dir {folder} is a file; give a folder")
     cache.read_manifest(folder)
-    ours = (cache.MANIFEST, preflight.PREFLIGHT, preflight.QUARANTINE, checks.FOLDER, index.FOLDER, cache.TEXT)
-    foreign = [name for name in ours if (folder / name).exists()] if not (folder / LOCK).exists() else []
+    marked = (folder / LOCK).exists() or not folder.exists()
+    foreign = [] if marked else sorted(path.name for path in folder.iterdir() if _is_ours(path.name))
     if foreign:
         raise ConfigError(f"data_dir {folder} holds a {foreign[0]} that sdlab did not write; give another folder")
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a name in a data folder is one that is written there."""
+    ours = (cache.MANIFEST, preflight.PREFLIGHT, preflight.QUARANTINE, checks.FOLDER, index.FOLDER, cache.TEXT)
+    return name in ours or name.startswith(cache.moments_folder(0)[:-1])
 
 
 def _columns(config: PrepareConfig) -> list[str]:
@@ -141,7 +163,7 @@ def _share_out(config: PrepareConfig, folder: Path, step: str, here: Any) -> Non
         here()
     else:
         job = {"verb": "prepare", "step": step, "config": config.model_dump(mode="json")}
-        launch.run_ranks(folder / "job", job, devices=devices, num_nodes=config.num_nodes)
+        launch.run_ranks(folder / index.FOLDER / "job", job, devices=devices, num_nodes=config.num_nodes)
 
 
 def work(job: dict[str, Any], *, rank: int, world_size: int) -> None:
@@ -153,7 +175,7 @@ def work(job: dict[str, Any], *, rank: int, world_size: int) -> None:
         checks.check(config, listed, frozen, folder, rank=rank, world_size=world_size)
         return
     with np.load(folder / index.FOLDER / USED) as used:
-        found = Found(listed, rows=used["rows"], digests=used["digests"], sizes=used["sizes"])
+        found = Found(listed, config, rows=used["rows"], digests=used["digests"], sizes=used["sizes"])
     todo = json.loads((folder / index.FOLDER / TODO).read_text(encoding="utf-8"))
     names = todo["names"][rank::world_size]
     encode.write_shards(config, found, encode.make_plan(config, found, frozen, todo["resolutions"]), names, todo["whole"], frozen, folder)
@@ -163,6 +185,8 @@ def _encode(config: PrepareConfig, found: Found, frozen: Frozen, folder: Path) -
     old = cache.read_manifest(folder) or {"resolutions": {}, "text": {"shards": []}}
     plan = encode.make_plan(config, found, frozen, sorted({*config.resolution, *map(int, old["resolutions"])}))
     wanted = {r: rows for r, rows in plan.rows.items() if r in config.resolution or _is_same(old, r, rows)}
+    for resolution in plan.rows.keys() - wanted.keys():
+        print(f"resolution {resolution}: made of other pictures or settings, and not asked for now: removed")
     plan = encode.Plan(plan.texts, plan.pointers, wanted)
     resolutions = sorted({*plan.rows, *map(int, old["resolutions"])})
     whole = {name: cache.whole_shards(folder / name) for name in (cache.TEXT, *map(cache.moments_folder, resolutions))}
@@ -177,9 +201,9 @@ def _encode(config: PrepareConfig, found: Found, frozen: Frozen, folder: Path) -
     manifest = _describe(config, found, frozen, folder, plan, counts)
     runs.write_json(folder / cache.MANIFEST, manifest)
     cache.sweep(folder / cache.TEXT, {shard.name for shard in plan.texts})
-    for resolution in counts:
-        keep = {shard.name for shard in plan.rows.get(resolution, [])}
-        cache.sweep(folder / cache.moments_folder(resolution), keep | {manifest["resolutions"].get(str(resolution), {}).get("samples", "")})
+    for place in folder.glob(f"{cache.moments_folder(0)[:-1]}*"):
+        entry = next((one for r, one in manifest["resolutions"].items() if cache.moments_folder(int(r)) == place.name), {"samples": ""})
+        cache.sweep(place, {shard.name for shard in plan.shards if shard.folder == place.name} | {entry["samples"]})
     return manifest
 
 
@@ -263,7 +287,7 @@ def _describe_rows(config: PrepareConfig, found: Found, frozen: Frozen, folder: 
         "dtype": "float16",
         "upscaled": sum(bucket["upscaled"] for bucket in buckets),
         "range": _join_ranges([shard["range"] for bucket in buckets for shard in bucket["shards"]]),
-        **_measure(folder / cache.moments_folder(resolution) / samples),
+        **(_measure(folder / cache.moments_folder(resolution) / samples) or {}),
         "samples": samples,
         "buckets": buckets,
     }
@@ -278,6 +302,7 @@ def _describe_bucket(found: Found, frozen: Frozen, folder: Path, shape: crops.Sh
         "pictures": len(used),
         "count": sum(len(shard.keys) for shard in shards),
         "upscaled": int(crops.is_upscaled(found.sizes[used], shape).sum()),
+        "cut_away": round(float(crops.cut_away(found.sizes[used], shape).mean()), 4),
         "shards": [_found(folder, shard) for shard in shards],
     }
 
@@ -285,29 +310,41 @@ def _describe_bucket(found: Found, frozen: Frozen, folder: Path, shape: crops.Sh
 def _sample(config: PrepareConfig, found: Found, frozen: Frozen, folder: Path, shards: Sequence[encode.RowShard], key: str) -> str:
     """Name of a file with some pictures, evenly spread, as they go into the VAE and as they come back."""
     name, place = f"samples-{key[:16]}.npz", folder / cache.moments_folder(shards[0].resolution)
-    if (place / name).is_file():
+    if _measure(place / name) is not None:
         return name
     starts = np.cumsum([0, *(len(shard.keys) for shard in shards)])
     rows = np.linspace(0, starts[-1] - 1, min(SAMPLES, starts[-1])).round().astype(int)
     arrays: dict[str, np.ndarray] = {"rows": rows}
-    for number, row in enumerate(rows.tolist()):
-        shard = shards[int(np.searchsorted(starts, row, side="right")) - 1]
-        local = row - int(starts[int(np.searchsorted(starts, row, side="right")) - 1])
-        item = next(found.index.items([found.rows[shard.used[local]]]))
-        pixels, _ = shard.views[local].cut(*pictures.open_picture(found.index.handle(*item), encode.colour(config)))
+    for number, (row, at) in enumerate(zip(rows, np.searchsorted(starts, rows, side="right") - 1, strict=True)):
+        shard, local = shards[at], int(row - starts[at])
         stored = cache.read_shard(place / f"{shard.name}.arrow").column("moments").chunk(local // cache.CHUNK)[local % cache.CHUNK]
         moments = torch.from_numpy(np.array(stored.values)).float().reshape(1, *encode.moments_shape(frozen, shard.shape))
-        arrays[f"image_{number}"] = pixels
+        arrays[f"image_{number}"] = _pixels(config, found, shard, local)
         arrays[f"decoded_{number}"] = frozen.decode(moments.chunk(2, dim=1)[0] * frozen.scaling_factor).numpy()[0]
     np.savez(place / f"{name}.partial.npz", **arrays)  # type: ignore[arg-type]
     (place / f"{name}.partial.npz").rename(place / name)
     return name
 
 
-def _measure(path: Path) -> dict[str, Any]:
-    """What the sample says of the pixels that went into the VAE, and of what came back."""
-    with np.load(path) as kept:
-        pairs = [(kept[f"image_{number}"], kept[f"decoded_{number}"]) for number in range(len(kept["rows"]))]
+def _pixels(config: PrepareConfig, found: Found, shard: encode.RowShard, row: int) -> np.ndarray:
+    """A picture as it went into the VAE, read again."""
+    part, item = next(found.index.items([found.rows[shard.used[row]]]))
+    try:
+        picture, digest = pictures.open_picture(found.index.handle(part, item), encode.colour(config))
+    except pictures.BadPicture as bad:
+        raise ConfigError(f"{item.path} was good a moment ago and is not any more ({bad.reason}: {bad.detail}); run again") from None
+    if digest != found.digests[shard.used[row]].tobytes():
+        raise ConfigError(f"{item.path} was changed after it was looked at; run again")
+    return shard.views[row].cut(picture, digest)[0]
+
+
+def _measure(path: Path) -> dict[str, Any] | None:
+    """What the sample says of the pixels that went into the VAE, and of what came back; None where it cannot be read."""
+    try:
+        with np.load(path) as kept:
+            pairs = [(kept[f"image_{number}"], kept[f"decoded_{number}"]) for number in range(len(kept["rows"]))]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        return None
     ends = [f(float(to_pixel_values(image).aminmax()[place]) for image, _ in pairs) for place, f in enumerate((min, max))]
     return {"pixel_values": ends, "psnr_db": round(float(np.mean([pictures.psnr(a[None], b[None])[0] for a, b in pairs])), 2)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -31,11 +32,6 @@ class Source:
     parts: tuple[Part, ...]
     limit: int | None
 
-    @property
-    def roots(self) -> list[Path]:
-        """Files and folders of this machine that are read."""
-        return [part.folder for part in self.parts if part.folder is not None]
-
     def items(self, tallies: list[Tally]) -> Iterator[tuple[int, Item]]:
         """Each picture with the number of its part; a tally a part is added to `tallies`.
 
@@ -57,8 +53,10 @@ class Source:
         counted = list(zip(self.parts, tallies, strict=False))
         told = [_name(kind, [pair for pair in counted if pair[0].kind == kind]) for kind in dict.fromkeys(part.kind for part, _ in counted)]
         named = "; ".join(text for text in told if text) or "nothing"
+        left = sum(part.kind != "image folder" for part in self.parts[len(counted) :])
+        unopened = f", {left:,} more shard{'s are' if left > 1 else ' is'} not opened" if left else ""
         cut = self.limit is not None and sum(tally.pictures for tally in tallies) >= self.limit
-        return named + (f"; no more than limit={self.limit:,} are taken" if cut and self.parts[0].kind != "scenes" else "")
+        return named + (f"; no more than limit={self.limit:,} are taken{unopened}" if cut and self.parts[0].kind != "scenes" else "")
 
 
 def _name(kind: str, counted: Sequence[tuple[Part, Tally]]) -> str:
@@ -94,8 +92,17 @@ def open_source(
     roots = [source] if isinstance(source, str) else list(dict.fromkeys(source))
     if not roots:
         raise ConfigError(f"source is an empty list; give {UNDERSTOOD}")
+    _check_apart([root for root in roots if root != "scenes"])
     wanted = tuple(columns)
     return Source(tuple(part for root in roots for part in _detect(root, caption_column, wanted, limit or SCENES, seed)), limit)
+
+
+def _check_apart(roots: Sequence[str]) -> None:
+    """Refuse roots of which one lies in another: its pictures would be read twice."""
+    paths = {root: resolve_path(root) for root in roots}
+    for one, other in itertools.permutations(roots, 2):
+        if paths[one].is_relative_to(paths[other]):
+            raise ConfigError(f"source lists {one!r}, which lies in {other!r}; give each picture once")
 
 
 def _detect(given: str, column: str | None, columns: tuple[str, ...], scene_count: int, seed: int) -> list[Part]:

@@ -129,11 +129,13 @@ def notes_table(preflight: Row) -> Table:
     Args:
         preflight: content of `preflight.json`.
     """
-    return Table(("note", "count"), tuple((NOTES.get(name, name), count) for name, count in preflight["notes"].items()))
+    examples = preflight["examples"]
+    rows = ((NOTES.get(name, name), count, ", ".join(examples.get(name, []))) for name, count in preflight["notes"].items())
+    return Table(("note", "count", "for example"), tuple(rows))
 
 
 def bucket_table(manifest: Row) -> Table:
-    """What of each bucket is used, enlarged, dropped, and shown twice an epoch to fill its last micro-batch.
+    """What of each bucket is used, enlarged, cut away on average, dropped, and shown twice an epoch to fill its last micro-batch.
 
     Args:
         manifest: content of `manifest.json`; its preset's stages say how large micro-batches are.
@@ -145,10 +147,10 @@ def bucket_table(manifest: Row) -> Table:
         several = len(entry["buckets"]) > 1
         for one in entry["buckets"]:
             filled = (-one["count"] % micro if several else 0) if micro else None
-            rows.append(
-                (f"{resolution}: {one['height']} x {one['width']}", one["pictures"], one["count"], one["upscaled"], 0, micro, filled)
-            )
-    return Table(("resolution: height x width", "pictures", "rows", "enlarged", "dropped", "micro-batch", "filled an epoch"), tuple(rows))
+            name = f"{resolution}: {one['height']} x {one['width']}"
+            rows.append((name, one["pictures"], one["count"], one["upscaled"], percent(one["cut_away"]), 0, micro, filled))
+    columns = ("resolution: height x width", "pictures", "rows", "enlarged", "area cut away", "dropped", "micro-batch", "filled an epoch")
+    return Table(columns, tuple(rows))
 
 
 def run_table(config: TrainConfig) -> Table:

@@ -6,6 +6,7 @@ import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from sdlab import captions
 from sdlab.captions import MAX_BYTES, SIDECARS
@@ -44,7 +45,7 @@ def _list(path: Path, tally: Tally) -> tuple[list[tuple[str, int, int, tuple[str
     seen: set[str] = set()
     end = path.stat().st_size
     try:
-        for member, text in _members(path):
+        for member, text in _members(path, tally):
             stem, suffix = os.path.splitext(member.name)
             if os.path.basename(member.name).startswith(".") or (suffix.lower() not in PICTURES and suffix.lower() not in SIDECARS):
                 if not member.isdir():
@@ -71,22 +72,44 @@ def _wrong(member: tarfile.TarInfo, again: bool, end: int) -> tuple[str, str] | 
     return None
 
 
-def _members(path: Path) -> Iterator[tuple[tarfile.TarInfo, bytes | None]]:
-    """Each member, and the bytes of caption files (None where they are too long)."""
-    with tarfile.open(path, "r:") as tar:
-        assert tar.fileobj is not None
-        while (member := tar.next()) is not None:
-            if tar.offset < member.offset_data:
-                raise tarfile.ReadError(f"a member of {member.size:,} bytes at byte {member.offset}")
-            tar.members.clear()  # type: ignore[attr-defined]  # else it keeps them all
-            text = None
-            if member.isreg() and member.name.lower().endswith(SIDECARS) and member.size <= MAX_BYTES:
-                tar.fileobj.seek(member.offset_data)
-                text = tar.fileobj.read(member.size)
-            yield member, text
-        tar.fileobj.seek(tar.offset)
-        if tar.fileobj.read(tarfile.BLOCKSIZE).strip(b"\0"):
-            raise tarfile.ReadError(f"bad header at byte {tar.offset}")
+def _members(path: Path, tally: Tally) -> Iterator[tuple[tarfile.TarInfo, bytes | None]]:
+    """Each member, and the bytes of caption files (None where they are too long or cut off), also of tars that were joined to one."""
+    with path.open("rb") as stream:
+        start: int | None = 0
+        while start is not None:
+            stream.seek(start)
+            tar = tarfile.open(fileobj=stream, mode="r:")  # noqa: SIM115  # closing it would do nothing to the stream
+            if start and tar.firstmember is None:  # type: ignore[attr-defined]
+                tally.ignore("bytes behind the end of a tar", captions.label(path.name))
+                return
+            yield from _members_of(tar, stream)
+            start = _next_start(stream, tar.offset)
+
+
+def _members_of(tar: tarfile.TarFile, stream: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, bytes | None]]:
+    while (member := tar.next()) is not None:
+        if tar.offset < member.offset_data:
+            raise tarfile.ReadError(f"a member of {member.size:,} bytes at byte {member.offset}")
+        tar.members.clear()  # type: ignore[attr-defined]  # else it keeps them all
+        text = None
+        if member.isreg() and member.name.lower().endswith(SIDECARS) and member.size <= MAX_BYTES:
+            stream.seek(member.offset_data)
+            text = stream.read(member.size)
+            text = text if len(text) == member.size else None
+        yield member, text
+    stream.seek(tar.offset)
+    if stream.read(tarfile.BLOCKSIZE).strip(b"\0"):
+        raise tarfile.ReadError(f"bad header at byte {tar.offset}")
+
+
+def _next_start(stream: BinaryIO, offset: int) -> int | None:
+    """The first block from `offset` on that is not empty, None where there is none."""
+    stream.seek(offset)
+    while data := stream.read(MAX_BYTES):
+        if rest := data.lstrip(b"\0"):
+            return offset + (len(data) - len(rest)) // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE
+        offset += len(data)
+    return None
 
 
 def _keys(name: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ PREVIEW_COUNT = 8
 
 logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
 logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", message="The `srun` command is available")
 
 
 class TrainingFailed(RuntimeError):

@@ -232,6 +232,7 @@ def _damaged_pngs(png: bytes) -> Iterator[Kind]:
     damage = {
         "no pixels.png": png[: start - 8] + png[-12:],
         "a flipped bit.png": _changed(png, end - 9, bytes([png[end - 9] ^ 1])),
+        "a wrong checksum.png": _changed(png, end, bytes([png[end] ^ 255])),
         "a wrong checksum of the header.png": _changed(png, 29, bytes([png[29] ^ 255])),
         "no width.png": _png(0, 5, 8, 2, bytes(99)),
         "an unknown filter.png": _png(4, 4, 8, 2, (b"\x09" + bytes(12)) * 4),
@@ -239,8 +240,7 @@ def _damaged_pngs(png: bytes) -> Iterator[Kind]:
         "a chunk beyond the file.png": _png_with()[:33] + b"\x7f\xff\xff\xfftEXtabc",
     }
     yield _group("damaged_pngs", "unreadable", damage)
-    whole = {"no end chunk.png": png[:-12], "a wrong checksum.png": _changed(png, end, bytes([png[end] ^ 255]))}
-    yield _group("damaged_pngs_with_all_their_pixels", USED, whole)
+    yield _group("damaged_png_with_all_its_pixels", USED, {"no end chunk.png": png[:-12]})
 
 
 def _bombs() -> Iterator[Kind]:

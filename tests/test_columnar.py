@@ -1,6 +1,7 @@
 """Tables with the pictures themselves in a column: Parquet files, saved data sets and those of the hub."""
 
 import functools
+import itertools
 import math
 import os
 from pathlib import Path
@@ -52,7 +53,8 @@ def test_pictures_in_parquet_are_read_back_exactly_by_row_in_any_order(tmp_path,
         ({"hash": pa.binary(), "image": STRUCT}, "image"),
         ({"hash": pa.binary(), "image_bytes": pa.binary()}, "image_bytes"),
         ({"image": pa.string(), "jpg": pa.binary()}, "jpg"),
-        ({"image": pa.struct([("path", pa.string())]), "odd name": pa.large_binary()}, "odd name"),
+        ({"image": pa.struct([("path", pa.string())]), "odd name": STRUCT}, "odd name"),
+        ({"url": pa.string(), "sha256": pa.binary()}, None),
         ({"url": pa.string(), "width": pa.int64()}, None),
     ],
 )
@@ -68,7 +70,7 @@ def test_captions_and_numbers_come_from_the_columns_of_the_row(tmp_path):
     first, second = items_of(given, columns=["score", "flag"]).values()
     assert first.fields["score"] == 5.5 and all(map(math.isnan, [second.fields["score"], first.fields["flag"]]))
     note = items_of(given, caption_column="captions")["x.parquet:1"].caption.note
-    assert note == "x.parquet has no field 'captions'; it has text, alt, score, width, flag"
+    assert note == "x.parquet has no field 'captions'; it has image, text, alt, score, width, flag"
 
 
 def test_a_table_without_pictures_is_passed_over_and_counted(tmp_path):
@@ -179,3 +181,16 @@ def test_a_data_set_that_cannot_be_used_is_refused_in_a_clear_way(tmp_path, monk
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     with refused(match=r"that can be fetched: "):
         listing("owner/name")
+
+
+def test_rows_after_an_unreadable_one_are_counted_one_by_one(tmp_path, monkeypatch):
+    write_files(tmp_path, {"t.parquet": parquet({"image": files(5), "text": list("abcde")})})
+    rows_of = columnar.rows_of
+
+    def broken(batch):
+        yield from itertools.islice(rows_of(batch), 2)
+        raise OverflowError("date value out of range")
+
+    monkeypatch.setattr(columnar, "rows_of", broken)
+    found = items_of(str(tmp_path / "t.parquet"))
+    assert [item.problem and item.problem[0] for item in found.values()] == [None, None, *["bad_metadata"] * 3]

@@ -196,3 +196,13 @@ def test_the_key_of_a_view_differs_in_what_its_pixels_differ_in(crop, change, cr
 
     assert len(key()) == 16 and key() == key()
     assert (key(**change) != key()) == (crop in crops_that_differ)
+
+
+def test_of_two_equally_near_buckets_the_squarer_is_taken_either_way():
+    shapes = ((16, 64), (32, 32), (64, 16))
+    assert crops.nearest_bucket(np.array([[64, 128], [128, 64]]), shapes).tolist() == [1, 1]
+
+
+def test_the_area_that_a_crop_loses_is_told():
+    lost = crops.cut_away(np.array([[64, 64], [64, 128], [128, 64], [40, 400]]), (32, 32))
+    assert lost.tolist() == pytest.approx([0, 0.5, 0.5, 0.9])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,31 @@ def test_concepts_stand_back_behind_every_other_word_on_captions(tmp_path):
 def test_only_the_first_folders_that_name_concepts_are_told(tmp_path):
     root = write_files(tmp_path, {f"{i}_c{i}/a.png": plain() for i in range(1, 8)} | {"8_without pictures/a.txt": "x"})
     assert "(folders 1_c1, 2_c2, 3_c3, 4_c4, 5_c5 ... name their concept; repeats" in listing(str(root))[1]
+
+
+def test_caption_files_are_found_whatever_the_case_of_their_suffix_and_a_second_one_is_counted(tmp_path):
+    root = write_files(tmp_path, {"a.png": plain(), "a.Txt": "one", "b.png": plain(), "b.TXT": "two", "b.txt": "three"})
+    tallies: list = []
+    found = {item.path: item.caption.text for _, item in sources.open_source(str(root)).items(tallies)}
+    assert found == {"a.png": "one", "b.png": "two"} and tallies[0].ignored == {"caption that comes twice": 1}
+
+
+def test_equal_rows_of_metadata_are_one_pair_and_the_others_are_counted(tmp_path):
+    rows = "\n".join(['{"file_name": "a.png", "text": "one"}'] * 5)
+    root = write_files(tmp_path, {"a.png": plain(), "metadata.jsonl": rows})
+    tallies: list = []
+    assert len(list(sources.open_source(str(root)).items(tallies))) == 1 and tallies[0].duplicates == 4
+
+
+def test_a_pipe_with_the_name_of_a_metadata_file_is_not_waited_for(tmp_path):
+    root = write_files(tmp_path, {"a.png": plain(), "a.txt": "one"})
+    os.mkfifo(root / "metadata.jsonl")
+    problems = {item.path: item.problem for _, item in sources.open_source(str(root)).items([]) if item.problem}
+    assert problems["metadata.jsonl"][0] == "not_a_file"
+
+
+def test_roots_within_one_another_are_refused(tmp_path):
+    root = write_files(tmp_path, {"a.png": plain(), "deep/b.png": plain()})
+    for inner in (root / "deep", f"{root}/"):
+        with pytest.raises(ConfigError, match="which lies in"):
+            sources.open_source([str(root), str(inner)])

@@ -123,6 +123,13 @@ def test_any_cut_of_a_picture_is_decoded_whole_or_refused():
             pictures.decode(data[:end])
 
 
+def test_a_png_with_a_changed_byte_among_its_pixels_is_refused():
+    data = bytearray(encoded(noise(1)))
+    data[len(data) // 2] ^= 255
+    with pytest.raises(pictures.BadPicture, match="checksum of its chunk IDAT"):
+        pictures.decode(bytes(data))
+
+
 # Colours
 
 

@@ -123,7 +123,7 @@ def test_every_counted_picture_is_in_the_histograms_of_its_shape():
     figure = plots.shapes(REPORT, 24)
     for axes in figure.axes:
         assert [sum(bar.get_height() for bar in bars.patches) for bars in axes.containers] == [6, 2]
-    assert "1 of all captions are cut at 24" in figure.axes[2].get_title()
+    assert "1 of 10 are longer than 24 tokens" in figure.axes[2].get_title()
     assert is_png(plots.shapes({**REPORT, "shapes": {}}, 24))
 
 

@@ -161,7 +161,7 @@ def test_no_captions_at_all_stops_before_anything_is_encoded(pictures, tmp_path,
     for path in pictures.glob("*.txt"):
         path.rename(path.with_suffix(".json"))
         path.with_suffix(".json").write_text('{"title": "x"}')
-    with pytest.raises(ConfigError, match=r"no captions: none of the 6 pictures in .*it has title.*caption_column.*allow_uncaptioned"):
+    with pytest.raises(ConfigError, match=r"no captions: none of the 6 pictures in .*it has title.*beside each picture.*allow_uncaptioned"):
         run(pictures, tmp_path / "data", max_bad_fraction=1)
     assert preflight.read_preflight(tmp_path / "data")["quarantined"] == {"no_caption": 6}
     assert not (tmp_path / "data/manifest.json").exists()

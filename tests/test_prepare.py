@@ -426,6 +426,44 @@ def test_a_source_that_is_not_there_leaves_no_data_dir(tmp_path):
     assert not (tmp_path / "data").exists()
 
 
+def test_what_was_found_with_other_settings_is_refused_with_both(pictures, tmp_path):
+    found = prepare.inspect(configured(pictures, tmp_path / "data"))
+    with pytest.raises(ConfigError, match=r"other settings \(min_resolution: then None, now 9; limit: then None, now 1\)"):
+        prepare.prepare(configured(pictures, tmp_path / "data", min_resolution=9, limit=1), found)
+
+
+def test_files_of_somebody_else_below_the_names_that_are_written_are_safe(pictures, tmp_path):
+    (tmp_path / "own/moments_32").mkdir(parents=True)
+    (tmp_path / "own/moments_32" / f"{'ab' * 16}.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds a moments_32 that sdlab did not write"):
+        run(pictures, tmp_path / "own")
+    run(pictures, tmp_path / "data")
+    shutil.copytree(pictures, tmp_path / "data/text/mine")
+    with pytest.raises(ConfigError, match=r"lies where data_dir .* is written"):
+        run(tmp_path / "data/text/mine", tmp_path / "data")
+
+
+def test_a_damaged_sample_or_note_of_a_shard_is_made_anew(pictures, tmp_path):
+    first = run(pictures, tmp_path / "data")
+    place = tmp_path / "data/moments_32"
+    next(place.glob("samples-*")).write_bytes(b"PK broken")
+    about = next(place.glob("*.json"))
+    about.write_text(about.read_text().replace('"rows": 6', '"rows": 2'))
+    for store in (tmp_path / "data/checked").glob("known-*/rows.npy"):
+        store.write_bytes(b"broken")
+    assert run(pictures, tmp_path / "data")["resolutions"] == first["resolutions"]
+    (tmp_path / "data/manifest.json").write_text('{"schema": "sdlab cache 2"}')
+    with pytest.raises(ConfigError, match=r"manifest\.json is damaged"):
+        run(pictures, tmp_path / "data")
+
+
+def test_moments_that_no_manifest_names_are_removed(pictures, tmp_path):
+    run(pictures, tmp_path / "data", resolution=[32, 64])
+    (tmp_path / "data/manifest.json").unlink()
+    run(pictures, tmp_path / "data")
+    assert not (tmp_path / "data/moments_64").exists()
+
+
 def test_too_little_disk_is_refused_before_encoding(pictures, tmp_path, monkeypatch):
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 10})())
     with pytest.raises(ConfigError, match=r"GB are free there"):

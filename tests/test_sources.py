@@ -41,7 +41,6 @@ def test_roots_of_different_kinds_are_read_one_after_another_and_each_once(tmp_p
     assert name == (
         "image folder: 1 picture; webdataset: 1 tar, 1 picture; scenes (drawn from seed 0): 2 pictures; no more than limit=4 are taken"
     )
-    assert list(map(str, sources.open_source([folder, tar, "scenes"]).roots)) == [folder, tar]
 
 
 @pytest.mark.parametrize(("limit", "counts"), [(3, [3]), (7, [5, 2]), (10, [5, 5]), (15, [5, 5, 5])])
@@ -52,7 +51,8 @@ def test_a_limit_takes_the_first_pictures_says_so_and_lists_no_further(tmp_path,
     assert [item.path for item in items] == [f"{i // 5}.tar::{i % 5}.png" for i in range(limit)]
     assert [tally.pictures for tally in tallies] == counts
     tars = f"{len(counts)} tar{'s' * (len(counts) > 1)}"
-    assert name == f"webdataset: {tars}, {limit} pictures; no more than limit={limit} are taken"
+    left = {1: ", 2 more shards are not opened", 2: ", 1 more shard is not opened", 3: ""}[len(counts)]
+    assert name == f"webdataset: {tars}, {limit} pictures; no more than limit={limit} are taken{left}"
     assert listing(str(tmp_path), limit=16)[1] == "webdataset: 3 tars, 15 pictures"
 
 

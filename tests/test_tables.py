@@ -133,14 +133,14 @@ def test_the_shards_with_the_most_to_tell_are_shown_and_all_are_summed():
 
 
 def test_notes_are_told_in_words():
-    assert tables.notes_table({"notes": {"icc_broken": 3}}).rows[0][1] == 3
-    assert "colour profile" in tables.notes_table({"notes": {"icc_broken": 3}}).rows[0][0]
+    ((told, count, example),) = tables.notes_table({"notes": {"icc_broken": 3}, "examples": {"icc_broken": ["a.png", "b.png"]}}).rows
+    assert "colour profile" in told and (count, example) == (3, "a.png, b.png")
 
 
 def test_buckets_say_what_fills_their_last_micro_batch():
-    square = {"height": 32, "width": 32, "pictures": 70, "count": 70, "upscaled": 1}
+    square = {"height": 32, "width": 32, "pictures": 70, "count": 70, "upscaled": 1, "cut_away": 0.25}
     alone = {"config": {"preset": "tiny"}, "resolutions": {"32": {"buckets": [square]}}}
-    assert tables.bucket_table(alone).rows == (("32: 32 x 32", 70, 70, 1, 0, 32, 0),)
+    assert tables.bucket_table(alone).rows == (("32: 32 x 32", 70, 70, 1, "25.0 %", 0, 32, 0),)
     two = {
         "config": {"preset": "tiny"},
         "resolutions": {"32": {"buckets": [square, {**square, "width": 64, "count": 64}]}, "48": {"buckets": [square]}},

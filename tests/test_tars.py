@@ -7,7 +7,7 @@ import math
 import pytest
 from made import bytes_of, captions_of, indexed, items_of, listing, plain, write_files, write_tar
 
-from sdlab import index
+from sdlab import index, sources
 
 
 def test_captions_come_from_txt_else_from_json_else_from_the_field_asked_for(tmp_path):
@@ -76,3 +76,21 @@ def test_a_compressed_tar_says_that_it_has_to_be_unpacked(tmp_path, suffix):
         (item,), name, _ = listing(str(given))
         assert item.problem == ("damaged_tar", "a compressed tar cannot be read at random; unpack it to a plain .tar")
         assert (item.path, name) == (file.name, "webdataset: 1 tar, 1 picture")
+
+
+def test_tars_that_were_joined_are_read_to_the_end_and_junk_is_counted(tmp_path):
+    parts = [write_tar(tmp_path / f"{name}.tar", {f"{name}.png": plain(), f"{name}.txt": name.encode()}) for name in "ab"]
+    (tmp_path / "c.tar").write_bytes(b"".join(part.read_bytes() for part in parts))
+    assert captions_of(str(tmp_path / "c.tar")) == {"c.tar::a.png": "a", "c.tar::b.png": "b"}
+    (tmp_path / "d.tar").write_bytes(parts[0].read_bytes() + b"junk" * 300)
+    tallies: list = []
+    assert [item.path for _, item in sources.open_source(str(tmp_path / "d.tar")).items(tallies)] == ["d.tar::a.png"]
+    assert tallies[0].ignored == {"bytes behind the end of a tar": 1}
+
+
+def test_a_caption_that_the_end_of_a_tar_cuts_is_none(tmp_path):
+    tar = write_tar(tmp_path / "t.tar", {"a.png": plain(), "a.txt": b"a red square that is not green at all"})
+    data = tar.read_bytes()
+    tar.write_bytes(data[: data.index(b"a red") + 11])
+    found = {item.path: item for _, item in sources.open_source(str(tar)).items([])}
+    assert found["t.tar::a.png"].caption.text is None and found["t.tar"].problem[0] == "damaged_tar"
