@@ -62,7 +62,7 @@ class Bucket:
 
 
 class Cache:
-    """One resolution of a prepared folder: opening reads no shards, and each is memory-mapped when it is first asked for.
+    """One resolution of a prepared folder: opening reads no shards, and each is checked by its hash and mapped when it is first asked for.
 
     Attributes:
         key: what the rows were made from: file bytes, captions, encoders, shapes, crops and pixel version.
@@ -85,14 +85,14 @@ class Cache:
         place = folder / moments_folder(resolution)
         columns = [{"moments": np.dtype((np.float16, tuple(bucket["shape"]))), **PLACES} for bucket in entry["buckets"]]
         self._shards = _Shards(
-            [(place / shard["name"], names) for bucket, names in zip(entry["buckets"], columns, strict=True) for shard in bucket["shards"]]
+            [(place, shard, names) for bucket, names in zip(entry["buckets"], columns, strict=True) for shard in bucket["shards"]]
         )
         self._starts = np.cumsum([0, *(shard["rows"] for bucket in entry["buckets"] for shard in bucket["shards"])])
         self._bucket_starts = np.array(starts)
         self.has_text_states = bool(text["states"])
         texts = {"input_ids": np.dtype((np.int32, (text["length"],)))}
         texts |= {"prompt_embeds": np.dtype((np.float16, (text["length"], text["width"])))} if self.has_text_states else {}
-        self._texts = _Shards([(folder / TEXT / shard["name"], texts) for shard in text["shards"]])
+        self._texts = _Shards([(folder / TEXT, shard, texts) for shard in text["shards"]])
         null = self._texts.take(list(texts), np.array([0]), np.array([0]))
         self.null_ids = torch.from_numpy(null["input_ids"][0]).long()
         self.null_embeds = torch.from_numpy(null["prompt_embeds"][0]).float() if self.has_text_states else None
@@ -158,12 +158,12 @@ class _Shards:
     """Random access to the columns of numbers of many shards, of which a limited number is mapped at a time.
 
     Args:
-        files: each shard, and what a row of each of its columns is.
+        files: the folder and the description of each shard, and what a row of each of its columns is.
     """
 
-    def __init__(self, files: Sequence[tuple[Path, Mapping[str, np.dtype[Any]]]]) -> None:
-        self.paths = [path for path, _ in files]
-        self._columns = [columns for _, columns in files]
+    def __init__(self, files: Sequence[tuple[Path, Mapping[str, Any], Mapping[str, np.dtype[Any]]]]) -> None:
+        self.paths = [folder / shard["name"] for folder, shard, _ in files]
+        self._columns = [columns for _, _, columns in files]
         self._open = functools.lru_cache(MAPPED)(lambda number: _map(*files[number]))
 
     def take(self, names: Sequence[str], shards: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -183,8 +183,15 @@ class _Shards:
         }
 
 
-def _map(path: Path, columns: Iterable[str]) -> tuple[memoryview, dict[str, array[int]]]:
-    """The bytes of a shard, and for each column where each of its chunks begins."""
+def _map(folder: Path, shard: Mapping[str, Any], columns: Iterable[str]) -> tuple[memoryview, dict[str, array[int]]]:
+    """The bytes of a shard, and for each column where each of its chunks begins.
+
+    Raises:
+        ConfigError: it is not byte for byte what was written.
+    """
+    path = folder / shard["name"]
+    if runs.file_hash(path) != shard["sha256"]:
+        raise ConfigError(f"cache shard {path} has other content than when it was written; prepare the folder again")
     data, table = _read(path)
     values = {name: [chunk.flatten().buffers()[1] for chunk in table.column(name).chunks] for name in columns}
     return memoryview(data), {name: array("q", [one.address - data.address for one in chunks]) for name, chunks in values.items()}
@@ -216,8 +223,8 @@ def shards_of(manifest: Mapping[str, Any], resolution: int) -> Iterator[tuple[st
         yield from ((moments_folder(resolution), shard) for shard in bucket["shards"])
 
 
-def check_sizes(folder: Path, manifest: Mapping[str, Any], resolution: int, *, hashes: bool = False) -> None:
-    """Make sure that every shard is there in its length; with `hashes`, that not a byte of it has changed.
+def check_sizes(folder: Path, manifest: Mapping[str, Any], resolution: int) -> None:
+    """Make sure that every shard is there in its length.
 
     Raises:
         ConfigError: one is not.
@@ -229,8 +236,6 @@ def check_sizes(folder: Path, manifest: Mapping[str, Any], resolution: int, *, h
     for place, shard in shards_of(manifest, resolution):
         path, size = folder / place / shard["name"], there[place].get(shard["name"])
         state = "is not there" if size is None else f"has {size:,} bytes, not {shard['bytes']:,}" if size != shard["bytes"] else ""
-        if hashes and not state and runs.file_hash(path) != shard["sha256"]:
-            state = "has other content than when it was written"
         if state:
             raise ConfigError(f"cache shard {path} {state}; prepare the folder again (notebooks/01_prepare_data.ipynb)")
 

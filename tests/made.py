@@ -99,3 +99,11 @@ def bytes_of(listed: Index, rows: Any = None) -> list[Any]:
     """What the handles of rows lead to, in the order asked for: bytes, or a scene."""
     handles = [listed.handle(part, item) for part, item in listed.items(range(len(listed)) if rows is None else rows)]
     return [handle.read() if hasattr(handle, "read") else handle for handle in handles]
+
+
+def check_hashes(folder: Path, manifest: dict[str, Any], resolution: int) -> None:
+    """Every shard that the manifest names is there byte for byte."""
+    from sdlab import cache, runs
+
+    for place, shard in cache.shards_of(manifest, resolution):
+        assert runs.file_hash(folder / place / shard["name"]) == shard["sha256"]

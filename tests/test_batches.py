@@ -260,7 +260,7 @@ def test_a_step_over_buckets_is_the_same_whether_reached_or_started_from(world_s
 def test_prepared_buckets_make_batches_of_their_shapes(tmp_path: Path, pictures: Path) -> None:
     from PIL import Image
 
-    for name, size in (("wide", (96, 48)), ("wider", (100, 50)), ("tall", (40, 90))):
+    for name, size in (("wide", (99, 48)), ("wider", (120, 50)), ("tall", (40, 90))):
         Image.new("RGB", size, "red").save(pictures / f"{name}.png")
         (pictures / f"{name}.txt").write_text(name)
     prepare.prepare(prepare.configure(source=str(pictures), data_dir=str(tmp_path / "data"), resolution=32, crop="buckets"))

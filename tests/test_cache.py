@@ -278,14 +278,11 @@ def test_changed_bytes_are_noticed_by_their_hash(copy, part):
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    opened = cache.open_cache(copy, 64)
-    cache.check_sizes(copy, opened.manifest, 64)
-    with pytest.raises(ConfigError, match=rf"{shard.name} has other content than when it was written; prepare the folder again"):
-        cache.check_sizes(copy, opened.manifest, 64, hashes=True)
-
-
-def test_an_unchanged_cache_passes_the_check_of_its_hashes(folder):
-    cache.check_sizes(folder, cache.open_cache(folder, 64).manifest, 64, hashes=True)
+    said = rf"{shard.name} has other content than when it was written; prepare the folder again"
+    with pytest.raises(ConfigError, match=said):
+        opened = cache.open_cache(copy, 64)
+        for bucket in opened.buckets:
+            opened.rows(range(bucket.first, bucket.first + bucket.count))
 
 
 @pytest.mark.parametrize("content", [b"", b"ARROW1 no stream", b"\xff\xff\xff\xff\x10\x00\x00\x00"])

@@ -12,6 +12,7 @@ from typing import Any
 import cluster
 import pytest
 from conftest import needs
+from made import check_hashes
 from test_launch import PYTHON, SMALL, Watcher, left, mark, shards, shrink, stand_in, until, work
 
 __all__ = ["mark"]
@@ -42,18 +43,18 @@ def test_two_nodes_prepare_what_one_process_prepares(two_nodes: cluster.Cluster,
 
 def prepare_together(folder: Path) -> dict[str, Any]:
     """Prepare on both nodes, and in this process alone."""
-    from sdlab import cache, prepare
+    from sdlab import prepare
 
     shrink(setattr)
     say = "rank {SLURM_PROCID} of {SLURM_NTASKS} on node {SLURM_NODEID}"
     sys.executable = stand_in(folder / "python", f"print('{say}'.format(**os.environ), file=open('{folder}/ranks', 'a'))\n{SMALL}")
     given = {"source": "scenes", "resolution": 16, "limit": 60, "num_workers": 0}
     two = prepare.prepare(prepare.configure(**given, data_dir=str(folder / "two"), num_nodes=2))
-    cache.check_sizes(folder / "two", two, 16, hashes=True)
+    check_hashes(folder / "two", two, 16)
     one = prepare.prepare(prepare.configure(**given, data_dir=str(folder / "one")))
     ranks = (folder / "ranks").read_text().splitlines()
     ranks = sorted(ranks[:2]) + sorted(ranks[2:])
-    return {"one": shards(one), "two": shards(two), "ranks": ranks, "log of rank 1": (folder / "two/job/rank-1.log").read_text()}
+    return {"one": shards(one), "two": shards(two), "ranks": ranks, "log of rank 1": (folder / "two/index/job/rank-1.log").read_text()}
 
 
 def test_ranks_share_the_cpus_and_what_goes_wrong_on_a_node_is_told(two_nodes: cluster.Cluster, tmp_path: Path, mark: str) -> None:

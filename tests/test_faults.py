@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from made import check_hashes
 from PIL import Image
 from test_launch import SMALL, left, mark, shards, stand_in, until, work
 
@@ -173,7 +174,7 @@ def check(data: Path) -> None:
     """What the manifest names, if there is one, is whole and can be read."""
     manifest = cache.read_manifest(data)
     if manifest is not None:
-        cache.check_sizes(data, manifest, 32, hashes=True)
+        check_hashes(data, manifest, 32)
         opened = cache.open_cache(data, 32)
         assert len(opened.captions(range(len(opened)))) == len(opened.rows(range(len(opened)))["moments"]) == 100
 

@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from made import check_hashes
 
-from sdlab import cache, launch
+from sdlab import launch
 from sdlab.config import ConfigError
 
 PATIENCE_S = 120
@@ -157,8 +158,8 @@ def test_two_ranks_prepare_what_one_process_prepares(
     capsys.readouterr()
     two = prepare.prepare(prepare.configure(**given, data_dir=str(tmp_path / "two"), devices=2), found)
     assert shards(two) == shards(one) and two["counts"] == one["counts"] and two["entries"] == one["entries"]
-    cache.check_sizes(tmp_path / "two", two, 16, hashes=True)
-    assert "Encode 16" in capsys.readouterr().err and "Encode 16" in (tmp_path / "two/job/rank-1.log").read_text()
+    check_hashes(tmp_path / "two", two, 16)
+    assert "Encode 16" in capsys.readouterr().err and "Encode 16" in (tmp_path / "two/index/job/rank-1.log").read_text()
     assert not left(mark)
 
 
