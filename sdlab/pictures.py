@@ -173,7 +173,7 @@ def _to_srgb(picture: Image.Image, profile: bytes | None, marks: list[str]) -> I
     if picture.mode == "LAB":
         return _apply(picture, _lab_to_srgb())
     if not profile:
-        return picture.convert("RGB")
+        return picture if picture.mode == "RGB" else picture.convert("RGB")  # a copy would cost a third of decoding
     try:
         mode, transform = _transform(profile, "L" if picture.mode in _GREY else "CMYK" if picture.mode == "CMYK" else "RGB")
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
