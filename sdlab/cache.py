@@ -87,7 +87,7 @@ class Cache:
         self._shards = _Shards(
             [(place, shard, names) for bucket, names in zip(entry["buckets"], columns, strict=True) for shard in bucket["shards"]]
         )
-        self._starts = np.cumsum([0, *(shard["rows"] for bucket in entry["buckets"] for shard in bucket["shards"])])
+        self._starts = np.cumsum([0, *(shard["rows"] for shard in moment_shards(manifest, resolution))])
         self._bucket_starts = np.array(starts)
         self.has_text_states = bool(text["states"])
         texts = {"input_ids": np.dtype((np.int32, (text["length"],)))}
@@ -219,8 +219,13 @@ def _read(path: Path) -> tuple[pa.Buffer, pa.Table]:
 def shards_of(manifest: Mapping[str, Any], resolution: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Folder and description of each shard that one resolution needs."""
     yield from ((TEXT, shard) for shard in manifest["text"]["shards"])
-    for bucket in manifest["resolutions"][str(resolution)]["buckets"]:
-        yield from ((moments_folder(resolution), shard) for shard in bucket["shards"])
+    yield from ((moments_folder(resolution), shard) for shard in moment_shards(manifest, resolution))
+
+
+def moment_shards(manifest: Mapping[str, Any], resolution: int) -> list[dict[str, Any]]:
+    """Descriptions of the shards of one resolution, none where the manifest does not name it."""
+    entry = manifest["resolutions"].get(str(resolution), {"buckets": []})
+    return [shard for bucket in entry["buckets"] for shard in bucket["shards"]]
 
 
 def check_sizes(folder: Path, manifest: Mapping[str, Any], resolution: int) -> None:

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +20,7 @@ from sdlab import launch, pictures, pool
 from sdlab.config import SIZE_COLUMNS, PrepareConfig
 from sdlab.index import CHUNK, Index
 from sdlab.items import Handle
+from sdlab.models import Frozen
 from sdlab.pictures import Checked, Known
 
 FOLDER = "checked"
@@ -38,13 +38,6 @@ _UNIT = pa.schema(
         pa.field("detail", pa.string()),
     ]
 )
-
-
-class Tokenizer(Protocol):
-    """What preflight needs of the text encoder's tokenizer."""
-
-    def count_tokens(self, captions: Sequence[str]) -> list[int]:
-        """Tokens of each caption before cutting, start and end included."""
 
 
 def gather_known(folder: Path, run: str) -> None:
@@ -87,7 +80,7 @@ def _known_rows(table: pa.Table) -> np.ndarray:
     return rows
 
 
-def check(config: PrepareConfig, index: Index, tokenizer: Tokenizer, folder: Path, *, rank: int = 0, world_size: int = 1) -> None:
+def check(config: PrepareConfig, index: Index, frozen: Frozen, folder: Path, *, rank: int = 0, world_size: int = 1) -> None:
     """Decode every picture of this rank's units whole, and write what was found to `folder/checked`."""
     units = range(rank, math.ceil(len(index) / CHUNK), world_size)
     plans: dict[int, _Unit] = {}
@@ -102,7 +95,7 @@ def check(config: PrepareConfig, index: Index, tokenizer: Tokenizer, folder: Pat
             bar.update(len(rows))
             if plan.done:
                 bar.update(plan.passed_over)
-                _write_unit(plans.pop(unit), index, tokenizer, folder)
+                _write_unit(plans.pop(unit), index, frozen, folder)
 
 
 class _Unit:
@@ -119,7 +112,6 @@ class _Unit:
             Checked(b"", problem=item.problem) if item.problem else Checked(b"") if lost else None
             for item, lost in zip(self.items, self.filtered, strict=True)
         ]
-
         self.passed_over = len(self.rows) - len(self.waiting())
 
     @property
@@ -163,7 +155,7 @@ def _by_metadata(config: PrepareConfig, fields: dict[str, np.ndarray], count: in
     return list(lost)
 
 
-def _write_unit(unit: _Unit, index: Index, tokenizer: Tokenizer, folder: Path) -> None:
+def _write_unit(unit: _Unit, index: Index, frozen: Frozen, folder: Path) -> None:
     texts = [item.caption.text or "" for item in unit.items]
     checked = [one or Checked(b"") for one in unit.checked]
     columns = {
@@ -171,8 +163,8 @@ def _write_unit(unit: _Unit, index: Index, tokenizer: Tokenizer, folder: Path) -
         "height": [one.size[0] for one in checked],
         "width": [one.size[1] for one in checked],
         "format": [one.format for one in checked],
-        "marks": [sum(1 << pictures.MARKS.index(mark) for mark in one.marks) for one in checked],
-        "num_tokens": tokenizer.count_tokens(texts),
+        "marks": [pictures.bits_of(one.marks) for one in checked],
+        "num_tokens": frozen.count_tokens(texts),
         "filtered": unit.filtered,
         "reason": [one.problem[0] if one.problem else "" for one in checked],
         "detail": [one.problem[1] if one.problem else "" for one in checked],

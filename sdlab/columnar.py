@@ -80,16 +80,12 @@ def _items(
     done = 0
     try:
         for row in rows:
-            caption = captions.from_fields(row, column, where=label) if row else _no_caption(column, label, names)
+            caption = captions.from_fields(row or dict.fromkeys(names), column, where=label)
             yield Item(f"{label}:{done + 1}", caption, row=done, fields=numbers(row, columns))
             done += 1
     except UNREADABLE as error:
         for row_number in range(done, count):
             yield problem(f"{label}:{row_number + 1}", "bad_metadata", f"this row cannot be read: {captions.error_line(error)}")
-
-
-def _no_caption(column: str | None, label: str, names: Sequence[str]) -> captions.Caption:
-    return captions.from_fields(dict.fromkeys(names), column, where=label)
 
 
 # Parquet

@@ -43,12 +43,12 @@ def bucket_step(resolution: int, unit: int) -> int:
 
 def nearest_bucket(sizes: np.ndarray, shapes: Sequence[Shape]) -> np.ndarray:
     """Which of `shapes` comes nearest in the logarithm of height / width to each row of `sizes` (N, 2), of two the squarer: int64 (N,)."""
+    if len(shapes) == 1:
+        return np.zeros(len(sizes), np.int64)
     aspects = np.log([h / w for h, w in shapes])
     order = np.argsort(aspects)
     wanted = np.log(sizes[:, 0] / sizes[:, 1])
-    place = np.searchsorted(aspects[order], wanted).clip(1, max(1, len(shapes) - 1))
-    if len(shapes) == 1:
-        return np.zeros(len(sizes), np.int64)
+    place = np.searchsorted(aspects[order], wanted).clip(1, len(shapes) - 1)
     below, above = aspects[order][place - 1], aspects[order][place]
     nearer = (above - wanted) - (wanted - below)
     take_below = np.where(np.abs(nearer) < 1e-9, np.abs(below) <= np.abs(above), nearer > 0)

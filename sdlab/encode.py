@@ -237,7 +237,8 @@ def _write_moments(
             bar.update(int((places[shard.name] >= 0).sum()))
             for (_, rows), pixels in group:
                 if pixels is not None:
-                    _check_digests(found, shard, rows, pixels)
+                    for row, digest in zip(rows, pixels.digests, strict=True):
+                        check_digest(found, shard, row, digest)
                     filled.add(rows, pixels)
                     bar.update(len(rows))
             cache.write_shard(folder, shard.name, filled.chunks(), {"range": filled.range()})
@@ -268,11 +269,15 @@ def _unchanged(loaded: Iterator[Any]) -> Iterator[Any]:
         raise ConfigError(f"a picture that was good a moment ago is not any more ({bad.reason}: {bad.detail}); run again") from None
 
 
-def _check_digests(found: Found, shard: RowShard, rows: Sequence[int], pixels: Pixels) -> None:
-    for row, digest in zip(rows, pixels.digests, strict=True):
-        if found.digests[shard.used[row]].tobytes() != digest:
-            _, item = next(found.index.items([found.rows[shard.used[row]]]))
-            raise ConfigError(f"{item.path} was changed after it was looked at; run again")
+def check_digest(found: Found, shard: RowShard, row: int, digest: bytes) -> None:
+    """Make sure that the picture of a row has the bytes that were looked at.
+
+    Raises:
+        ConfigError: it has others.
+    """
+    if found.digests[shard.used[row]].tobytes() != digest:
+        _, item = next(found.index.items([found.rows[shard.used[row]]]))
+        raise ConfigError(f"{item.path} was changed after it was looked at; run again")
 
 
 class _Filled:

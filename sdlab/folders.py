@@ -115,10 +115,7 @@ def _beside(
     caption = captions.from_files(texts, column)
     if not texts and column is None and (concept := CONCEPT.fullmatch((root / name).parent.name)):
         caption = Caption(captions.one_line(concept[1].replace("_", " ")), "", ("caption_from_folder",))
-    data = texts.get(".json") if columns else None
-    row = captions.parse_json(captions.decode(data)[0]) if data else None
-    tally.columns.update(row or ())
-    return caption, numbers(row or {}, columns)
+    return caption, tally.numbers_beside(texts, columns)
 
 
 def _read_text(file: Path) -> bytes | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import uuid
@@ -69,9 +70,7 @@ class Index:
 
     @functools.lru_cache(maxsize=2)  # noqa: B019
     def _chunk(self, number: int) -> dict[str, list[Any]]:
-        return {
-            name: column.to_pylist() for name, column in zip(self._file.schema.names, self._file.get_batch(number).columns, strict=True)
-        }
+        return self._file.get_batch(number).to_pydict()
 
     def fields(self, start: int, stop: int) -> dict[str, np.ndarray]:
         """Numbers of the metadata in rows `start` to `stop` of one chunk, float64 by column, NaN where there is none."""
@@ -89,9 +88,8 @@ class Index:
                 return self._table(part).data(item.row)
             except (pa.ArrowException, OSError) as error:
                 return Broken(error_line(error))
-        return Span(
-            os.path.join(os.fsencode(about["root"]), item.file) if item.file else os.fsencode(about["root"]), item.offset, item.size
-        )
+        root = os.fsencode(about["root"])
+        return Span(os.path.join(root, item.file) if item.file else root, item.offset, item.size)
 
     @functools.lru_cache(maxsize=1)  # noqa: B019
     def _scenes(self, part: int) -> list[scenes.Scene]:
@@ -126,14 +124,8 @@ def write(source: Source, folder: Path, *, columns: Sequence[str], seed: int) ->
         pa.ipc.new_file(sink, schema) as writer,
         launch.progress(title="List", unit=" pictures") as bar,
     ):
-        rows: list[tuple[int, Item]] = []
-        for numbered in source.items(tallies):
-            rows.append(numbered)
-            if len(rows) == CHUNK:
-                writer.write_batch(_batch(rows, schema, columns))
-                bar.update(len(rows))
-                rows.clear()
-        if rows:
+        items = source.items(tallies)
+        for rows in iter(lambda: list(itertools.islice(items, CHUNK)), []):
             writer.write_batch(_batch(rows, schema, columns))
             bar.update(len(rows))
     _check_columns([name for name in columns if name not in SIZE_COLUMNS], tallies)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sdlab import captions
 from sdlab.captions import Caption, number, one_line
 from sdlab.scenes import Scene
 
@@ -121,6 +122,13 @@ class Tally:
         """Take note of something that is passed over."""
         self.ignored[kind] += 1
         self._example(name)
+
+    def numbers_beside(self, texts: Mapping[str, bytes | None], columns: tuple[str, ...]) -> dict[str, float]:
+        """The wanted columns of the .json file among the texts of a picture, by suffix; its names are taken note of."""
+        data = texts.get(".json") if columns else None
+        row = captions.parse_json(captions.decode(data)[0]) if data else None
+        self.columns.update(row or ())
+        return numbers(row or {}, columns)
 
     def _example(self, name: str) -> None:
         if len(self.examples) < EXAMPLES:

@@ -97,9 +97,8 @@ def run_ranks(folder: Path, job: Mapping[str, Any], *, devices: int, num_nodes: 
 
 def _cpus(num_nodes: int) -> int:
     """CPUs of this process, or, on several nodes, of the job on the node where it has fewest ("8(x2),4")."""
-    here = len(os.sched_getaffinity(0))
     counts = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")) if num_nodes > 1 else []
-    return min(map(int, counts), default=here)
+    return min(map(int, counts), default=pool.cores())
 
 
 def _environment(threads: int) -> dict[str, str]:

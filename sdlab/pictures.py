@@ -309,6 +309,16 @@ def _read(handle: Handle) -> tuple[bytes | Image.Image, bytes]:
     return handle, hashlib.sha256(handle).digest()[:16]
 
 
+def bits_of(marks: Sequence[str]) -> int:
+    """Some of `MARKS` as they are stored."""
+    return sum(1 << MARKS.index(mark) for mark in marks)
+
+
+def marks_of(bits: int) -> tuple[str, ...]:
+    """Some of `MARKS` as they were stored."""
+    return tuple(mark for bit, mark in enumerate(MARKS) if bits >> bit & 1)
+
+
 class Known:
     """What earlier checks have learned of good pictures, by digest, in memory-mapped files that all workers share."""
 
@@ -339,8 +349,7 @@ class Known:
             if self._heads[place] != head:
                 break
             if (row := self._rows[place])["digest"].tobytes() == digest:
-                marks = tuple(mark for bit, mark in enumerate(MARKS) if int(row["marks"]) >> bit & 1)
-                return Checked(digest, (int(row["height"]), int(row["width"])), row["format"].decode(), marks)
+                return Checked(digest, (int(row["height"]), int(row["width"])), row["format"].decode(), marks_of(int(row["marks"])))
         return None
 
 

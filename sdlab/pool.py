@@ -36,8 +36,12 @@ def workers(asked: int | str, count: int) -> int:
     """How many processes decode `count` pictures: what was asked for, or one a core where each has something to do."""
     if isinstance(asked, int):
         return asked
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 0 if count < 8 * BATCH else min(cores, int(os.environ.get(CORES, cores)))
+    return 0 if count < 8 * BATCH else min(cores(), int(os.environ.get(CORES, cores())))
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def map_batches(

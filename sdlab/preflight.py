@@ -190,9 +190,8 @@ def _count_caption(item: Item, num_tokens: int, found: Found) -> None:
 
 def _count_shape(item: Item, one: dict[str, Any], state: str, found: Found) -> None:
     if one["height"]:
-        for bit, mark in enumerate(pictures.MARKS):
-            if one["marks"] >> bit & 1:
-                found.note(mark, item.path)
+        for mark in pictures.marks_of(one["marks"]):
+            found.note(mark, item.path)
         if _formats().get(os.path.splitext(item.path)[1].lower(), one["format"]) != one["format"]:
             found.note("wrong_extension", item.path)
         found.shapes.setdefault(f"{state}_smaller_side", Counter())[str(min(one["height"], one["width"]))] += 1

@@ -209,8 +209,7 @@ def _encode(config: PrepareConfig, found: Found, frozen: Frozen, folder: Path) -
 
 def _is_same(old: dict[str, Any], resolution: int, rows: Sequence[encode.RowShard]) -> bool:
     """Whether an earlier resolution that is not asked for now still holds what it would hold."""
-    there = [shard["name"] for bucket in old["resolutions"][str(resolution)]["buckets"] for shard in bucket["shards"]]
-    return there == [f"{shard.name}.arrow" for shard in rows]
+    return [shard["name"] for shard in cache.moment_shards(old, resolution)] == [f"{shard.name}.arrow" for shard in rows]
 
 
 def _count_entries(
@@ -218,7 +217,7 @@ def _count_entries(
 ) -> dict[str, int]:
     """Entries that are kept (hits), encoded now (misses), and dropped since they were made of something else (stale)."""
     place = folder / cache.moments_folder(resolution)
-    named = {shard["name"] for bucket in old["resolutions"].get(str(resolution), {"buckets": []})["buckets"] for shard in bucket["shards"]}
+    named = {shard["name"] for shard in cache.moment_shards(old, resolution)}
     tables = {name: cache.keys_of(cache.read_shard(place / f"{name}.arrow")) for name in whole}
     wanted = np.concatenate([np.empty(0, cache.KEY), *(shard.keys for shard in rows)])
     there = np.concatenate([np.empty(0, cache.KEY), *tables.values()])
@@ -280,14 +279,18 @@ def _describe_rows(config: PrepareConfig, found: Found, frozen: Frozen, folder: 
     buckets = [
         _describe_bucket(found, frozen, folder, shape, list(group)) for shape, group in itertools.groupby(shards, key=lambda one: one.shape)
     ]
-    samples = _sample(config, found, frozen, folder, shards, digest.hexdigest())
+    samples = f"samples-{digest.hexdigest()[:16]}.npz"
+    path = folder / cache.moments_folder(resolution) / samples
+    if (measured := _measure(path)) is None:
+        _write_samples(config, found, frozen, path, shards)
+        measured = _measure(path)
     return {
         "key": digest.hexdigest(),
         "count": sum(bucket["count"] for bucket in buckets),
         "dtype": "float16",
         "upscaled": sum(bucket["upscaled"] for bucket in buckets),
         "range": _join_ranges([shard["range"] for bucket in buckets for shard in bucket["shards"]]),
-        **(_measure(folder / cache.moments_folder(resolution) / samples) or {}),
+        **(measured or {}),
         "samples": samples,
         "buckets": buckets,
     }
@@ -307,23 +310,20 @@ def _describe_bucket(found: Found, frozen: Frozen, folder: Path, shape: crops.Sh
     }
 
 
-def _sample(config: PrepareConfig, found: Found, frozen: Frozen, folder: Path, shards: Sequence[encode.RowShard], key: str) -> str:
-    """Name of a file with some pictures, evenly spread, as they go into the VAE and as they come back."""
-    name, place = f"samples-{key[:16]}.npz", folder / cache.moments_folder(shards[0].resolution)
-    if _measure(place / name) is not None:
-        return name
+def _write_samples(config: PrepareConfig, found: Found, frozen: Frozen, path: Path, shards: Sequence[encode.RowShard]) -> None:
+    """Keep some pictures, evenly spread, as they go into the VAE and as they come back."""
     starts = np.cumsum([0, *(len(shard.keys) for shard in shards)])
     rows = np.linspace(0, starts[-1] - 1, min(SAMPLES, starts[-1])).round().astype(int)
     arrays: dict[str, np.ndarray] = {"rows": rows}
     for number, (row, at) in enumerate(zip(rows, np.searchsorted(starts, rows, side="right") - 1, strict=True)):
         shard, local = shards[at], int(row - starts[at])
-        stored = cache.read_shard(place / f"{shard.name}.arrow").column("moments").chunk(local // cache.CHUNK)[local % cache.CHUNK]
+        stored = cache.read_shard(path.with_name(f"{shard.name}.arrow")).column("moments").chunk(local // cache.CHUNK)[local % cache.CHUNK]
         moments = torch.from_numpy(np.array(stored.values)).float().reshape(1, *encode.moments_shape(frozen, shard.shape))
         arrays[f"image_{number}"] = _pixels(config, found, shard, local)
         arrays[f"decoded_{number}"] = frozen.decode(moments.chunk(2, dim=1)[0] * frozen.scaling_factor).numpy()[0]
-    np.savez(place / f"{name}.partial.npz", **arrays)  # type: ignore[arg-type]
-    (place / f"{name}.partial.npz").rename(place / name)
-    return name
+    scratch = path.with_name(f"{path.name}.partial.npz")
+    np.savez(scratch, **arrays)  # type: ignore[arg-type]
+    scratch.rename(path)
 
 
 def _pixels(config: PrepareConfig, found: Found, shard: encode.RowShard, row: int) -> np.ndarray:
@@ -333,8 +333,7 @@ def _pixels(config: PrepareConfig, found: Found, shard: encode.RowShard, row: in
         picture, digest = pictures.open_picture(found.index.handle(part, item), encode.colour(config))
     except pictures.BadPicture as bad:
         raise ConfigError(f"{item.path} was good a moment ago and is not any more ({bad.reason}: {bad.detail}); run again") from None
-    if digest != found.digests[shard.used[row]].tobytes():
-        raise ConfigError(f"{item.path} was changed after it was looked at; run again")
+    encode.check_digest(found, shard, row, digest)
     return shard.views[row].cut(picture, digest)[0]
 
 

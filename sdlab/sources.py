@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -181,11 +180,3 @@ def _scenes(count: int, seed: int, tally: Tally) -> Iterator[Item]:
 
 def _compressed(label: str, tally: Tally) -> Iterator[Item]:
     yield tars.compressed(label)
-
-
-def ignored(tallies: Sequence[Tally]) -> str:
-    """What was passed over, as in "12 .md, 3 hidden"; nothing where that is nothing."""
-    together: Counter[str] = Counter()
-    for tally in tallies:
-        together.update(tally.ignored)
-    return ", ".join(f"{count:,} {captions.one_line(kind)}" for kind, count in together.most_common(10))

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from sdlab import captions
 from sdlab.captions import MAX_BYTES, SIDECARS
-from sdlab.items import PICTURES, Item, Tally, kind_of, numbers, problem
+from sdlab.items import PICTURES, Item, Tally, kind_of, problem
 
 DAMAGE = (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError, MemoryError)
 Texts = dict[str, dict[str, bytes | None]]
@@ -29,7 +29,7 @@ def read(path: Path, label: str, column: str | None, columns: tuple[str, ...], t
             continue
         found = texts.get(key, {})
         caption = captions.from_files(found, column)
-        yield Item(shown, caption, offset=offset, size=size, fields=_fields(found, columns, tally))
+        yield Item(shown, caption, offset=offset, size=size, fields=tally.numbers_beside(found, columns))
     for key in texts:
         if key not in matched:
             tally.orphan(captions.label(f"{label}::{key}"))
@@ -116,13 +116,6 @@ def _keys(name: str) -> tuple[str, str]:
     """What the caption of a picture may be called: the name without its suffix, or webdataset's key, up to the first dot."""
     folder, base = os.path.split(name)
     return os.path.splitext(name)[0], os.path.join(folder, base.split(".")[0])
-
-
-def _fields(texts: dict[str, bytes | None], columns: tuple[str, ...], tally: Tally) -> dict[str, float]:
-    data = texts.get(".json") if columns else None
-    row = captions.parse_json(captions.decode(data)[0]) if data else None
-    tally.columns.update(row or ())
-    return numbers(row or {}, columns)
 
 
 def compressed(label: str) -> Item:

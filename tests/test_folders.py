@@ -63,7 +63,6 @@ def test_what_is_passed_over_is_counted(tmp_path):
     assert (tally.captions, tally.pictures_without_caption, tally.captions_without_picture) == (1, 1, 1)
     assert tally.ignored == {".md": 2, "hidden": 2, "no suffix": 1, "link to a folder": 1}
     assert tally.examples == [".DS_Store", "._a.txt", "README", "album", "more.md"]
-    assert sources.ignored([tally, tally]) == "4 hidden, 4 .md, 2 no suffix, 2 link to a folder"
 
 
 # Metadata files

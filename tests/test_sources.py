@@ -1,13 +1,10 @@
 """What a source is understood to be, and how it is named back."""
 
-from collections import Counter
-
 import pytest
 from made import captions_of, items_of, listing, parquet, plain, write_files, write_tar
 
 from sdlab import scenes, sources
 from sdlab.config import ConfigError
-from sdlab.items import Tally
 
 
 def test_a_source_is_named_back_with_its_kind_and_counts(tmp_path):
@@ -89,9 +86,3 @@ def test_the_field_of_captions_is_asked_for_in_every_kind_of_source(tmp_path, ki
         table = parquet({"image": [plain()], "caption": ["text"], "alt": ["alt"]})
         write_files(tmp_path, beside if kind == "folder" else {"t.parquet": table})
     assert [list(captions_of(str(tmp_path), caption_column=name).values()) for name in (None, "alt", "no")] == [["text"], ["alt"], [None]]
-
-
-def test_what_was_passed_over_is_told_in_one_line_the_most_first():
-    tallies = [Tally("a", ignored=Counter({".md": 1200, "hidden": 3})), Tally("b", ignored=Counter({".md": 1, ".\ntxt": 2}))]
-    assert sources.ignored(tallies) == "1,201 .md, 3 hidden, 2 . txt"
-    assert sources.ignored([]) == ""
