@@ -126,7 +126,9 @@ class _FreshContext(multiprocessing.context.ForkServerContext):
 @contextmanager
 def _pool(num_workers: int) -> Iterator[ProcessPoolExecutor]:
     """A pool of fresh processes; whatever is still waiting when it is left is dropped."""
-    pool = ProcessPoolExecutor(num_workers, mp_context=_FreshContext(), initializer=_leave_with_the_starter)
+    context = _FreshContext()
+    context.set_forkserver_preload(["sdlab.pictures"])
+    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_leave_with_the_starter)
     try:
         yield pool
     finally:
