@@ -11,7 +11,7 @@ install: .venv/installed
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev,engines,mlperf,parity]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev,engines,mlperf,parity,tensorboard]'
 	touch $@
 
 demo: install

@@ -7,9 +7,11 @@ pictures of one shape, not on the micro-batch size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +25,8 @@ BLOCK_SHARDS = 16
 """Shards whose rows are shuffled together: an epoch reads so many at a time, in random order, and all rows of each once."""
 HAND = 1 << 16
 """Micro-batches of all buckets that are shuffled together."""
+VALIDATION_SEED = 2**63 + 1
+"""Of the noise that validation adds: no run can have it."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,12 @@ class Batch:
     timesteps: Tensor
     prompt_embeds: Tensor
     target: Tensor
+    weights: Tensor
+    """What each sample's squared error counts for, float32 (B,)."""
     dropped: Tensor
     """Whose caption gave way to the null condition, bool (B,)."""
+    indices: Tensor
+    """Rows of the cache, int64 (B,)."""
 
 
 class Batches:
@@ -90,14 +98,38 @@ class Batches:
         return [self._micro_batch(step, indices, number * self.micro_batch_size) for number in self._mine]
 
     def _micro_batch(self, step: int, indices: list[int], first: int) -> Batch:
-        rows = self.cache.rows(indices[first : first + self.micro_batch_size])
+        slots = range(first, first + self.micro_batch_size)
+        generators = [slot_generator(self.seed, step, slot) for slot in slots]
+        return self._batch(indices[slots.start : slots.stop], generators, _any_timestep)
+
+    def validation(self, count: int) -> list[list[tuple[int, int]]]:
+        """What the validation loss is measured on: places and rows, `count` evenly spread rows, in batches of one shape."""
+        rows = np.linspace(0, len(self.cache) - 1, min(count, len(self.cache))).round().astype(int).tolist()
+        together = [list(group) for _, group in itertools.groupby(enumerate(rows), key=lambda placed: self.cache.bucket(placed[1]))]
+        size = self.micro_batch_size
+        return [group[start : start + size] for group in together for start in range(0, len(group), size)]
+
+    def validation_batch(self, placed: Sequence[tuple[int, int]]) -> Batch:
+        """One of `validation`, whose noise and timesteps depend on the places alone; those of place p lie in the quarter p modulo 4."""
+        places, rows = zip(*placed, strict=True)
+
+        def timestep(random: np.random.Generator, number: int, below: int) -> int:
+            quarter = places[number] % 4
+            return int(random.integers(quarter * below // 4, (quarter + 1) * below // 4))
+
+        return self._batch(rows, [slot_generator(VALIDATION_SEED, 0, place) for place in places], timestep)
+
+    def _batch(self, indices: Sequence[int], generators: Sequence[np.random.Generator], timestep: DrawTimestep) -> Batch:
+        rows = self.cache.rows(indices)
         mean, logvar = rows["moments"].chunk(2, dim=1)
-        posterior_noise, noise, timesteps, dropped = self._draw(step, first, tuple(mean.shape[1:]))
+        posterior_noise, noise, timesteps, dropped = self._draw(generators, timestep, tuple(mean.shape[1:]))
         latents = (mean + torch.exp(0.5 * logvar.clamp(-30, 20)) * posterior_noise) * self.scaling_factor
         prompt_embeds = torch.where(dropped[:, None, None], self._null, self._embeds(rows))
+        about: dict[str, Any] = {"alphas": self.alphas, "prediction_type": self.networks.prediction_type}
         noisy_latents = diffusion.add_noise(latents, noise, timesteps, alphas=self.alphas)
-        target = diffusion.training_target(latents, noise, timesteps, alphas=self.alphas, prediction_type=self.networks.prediction_type)
-        return Batch(noisy_latents, timesteps, prompt_embeds, target, dropped)
+        target = diffusion.training_target(latents, noise, timesteps, **about)
+        weights = diffusion.loss_weights(timesteps, min_snr_gamma=self.recipe.min_snr_gamma, **about)
+        return Batch(noisy_latents, timesteps, prompt_embeds, target, weights, dropped, torch.tensor(indices))
 
     def _embeds(self, rows: dict[str, Tensor]) -> Tensor:
         if "prompt_embeds" in rows:
@@ -105,14 +137,17 @@ class Batches:
         assert self._encode_text is not None
         return self._encode_text(rows["input_ids"]).float().cpu()
 
-    def _draw(self, step: int, first: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        count = self.micro_batch_size
+    def _draw(
+        self, generators: Sequence[np.random.Generator], timestep: DrawTimestep, shape: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        count, offset = len(generators), self.recipe.noise_offset
         noises, timesteps, dropped = np.empty((2, count, *shape), np.float32), np.empty(count, np.int64), np.empty(count, bool)
-        for place in range(count):
-            random = slot_generator(self.seed, step, first + place)
+        for place, random in enumerate(generators):
             noises[:, place] = random.standard_normal((2, *shape), dtype=np.float32)
-            timesteps[place] = random.integers(len(self.alphas))
+            timesteps[place] = timestep(random, place, len(self.alphas))
             dropped[place] = random.random() < self.recipe.caption_drop_prob
+            if offset:
+                noises[1, place] += offset * random.standard_normal((shape[0], 1, 1), dtype=np.float32)
         posterior_noise, noise = torch.from_numpy(noises)
         return posterior_noise, noise, torch.from_numpy(timesteps), torch.from_numpy(dropped)
 
@@ -205,6 +240,14 @@ class Order:
         for number in range(len(first)):
             before[bucket == number] = np.arange(first[number], last[number])
         return np.stack([bucket, before])
+
+
+DrawTimestep = Callable[[np.random.Generator, int, int], int]
+"""Draws the timestep of a place in a batch: an integer below the last argument."""
+
+
+def _any_timestep(random: np.random.Generator, place: int, below: int) -> int:
+    return int(random.integers(below))
 
 
 def slot_generator(seed: int, step: int, slot: int) -> np.random.Generator:

@@ -145,6 +145,11 @@ class Cache:
         text = self._shards.take(["text"], shards, rows)["text"]
         return [str(read_shard(self._texts.paths[shard]).column("caption")[row]) for shard, row in text.tolist()]
 
+    def keys(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """What names the picture, crop and caption of each row, in hexadecimal."""
+        _, shards, rows = self._find(indices)
+        return [keys_of(read_shard(self._shards.paths[shard]))[row].tobytes().hex() for shard, row in zip(shards, rows, strict=True)]
+
     def _find(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows of the cache, and of each the shard and the row there."""
         index = np.asarray(indices, dtype=np.int64)

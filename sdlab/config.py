@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 PredictionType = Literal["epsilon", "v_prediction", "sample"]
-Precision = Literal["32-true", "bf16-mixed"]
+Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
+Strategy = Literal["auto", "ddp", "fsdp"]
+Weights = Literal["auto", "ema", "raw"]
 Crop = Literal["center", "random", "buckets"]
 SIZE_COLUMNS = ("width", "height", "aspect")
 """What a filter can ask of the picture itself: pixels upright before any resize, and width / height."""
@@ -112,6 +114,8 @@ class NoiseSchedule(Model):
     beta_start: float = Field(0.00085, gt=0, lt=1)
     beta_end: float = Field(0.012, gt=0, lt=1)
     beta_schedule: Literal["scaled_linear", "linear"] = "scaled_linear"
+    rescale_betas_zero_snr: bool = False
+    """Let the last timestep hold no signal at all (Lin et al. 2024); not for epsilon, which says nothing there."""
 
 
 class Networks(Model):
@@ -122,6 +126,14 @@ class Networks(Model):
     unet: dict[str, Any]
     prediction_type: PredictionType
     noise_schedule: NoiseSchedule = NoiseSchedule()
+
+    @model_validator(mode="after")
+    def _last_timestep_says_something(self) -> Self:
+        if self.noise_schedule.rescale_betas_zero_snr and self.prediction_type == "epsilon":
+            raise ValueError(
+                "rescale_betas_zero_snr leaves nothing to learn at the last timestep of prediction_type 'epsilon'; use another"
+            )
+        return self
 
 
 class Stage(Model):
@@ -145,6 +157,10 @@ class Stage(Model):
     max_grad_norm: float = Field(1.0, gt=0)
     ema_decay: float | None = Field(None, gt=0, lt=1)
     caption_drop_prob: float = Field(0.1, ge=0, le=1)
+    noise_offset: float = Field(0.0, ge=0)
+    """Standard deviation of a constant that is added to the noise of each channel, for overall brightness; SDXL's last stage used 0.05."""
+    min_snr_gamma: float | None = Field(None, gt=0)
+    """Weigh down timesteps whose signal-to-noise ratio is above this (Hang et al. 2023, who use 5); None weighs all alike."""
     source: str = ""
     """Where the figures come from."""
 
@@ -290,18 +306,59 @@ class TrainConfig(Model):
     parent_hash: str | None = None
     """SHA-256 of the weights that the run started from."""
     init_from: str | None = None
+    init_weights: Weights = "auto"
+    """Which weights of `init_from`; auto: the moving average where there is one."""
     data_dir: str
+    val_data_dir: str | None = None
+    """A prepared folder that the validation loss is measured on."""
     max_steps: int = Field(gt=0)
-    devices: Literal["auto", 1] = "auto"
+    devices: int = Field(1, ge=1)
+    """Ranks on each node."""
+    num_nodes: int = Field(1, ge=1)
+    strategy: Strategy = "auto"
+    """How several ranks share the work: ddp keeps the weights on each, fsdp shards them; auto: ddp."""
+    rendezvous: str | None = None
+    """Where ranks on several nodes meet outside SLURM, as host:port of the first of them."""
+    max_restarts: int = Field(0, ge=0)
+    """How often ranks start again, from the newest checkpoint, after one of them died."""
     micro_batch_size: int = Field(gt=0)
     save_every: int = Field(gt=0)
+    keep_every: int = Field(0, ge=0)
+    """Checkpoints of multiples of so many steps stay for good; 0 for none."""
     log_every: int = Field(gt=0)
+    val_every: int = Field(0, ge=0)
     preview_every: int = Field(ge=0)
+    tensorboard: bool = False
+    stop_grace_s: float | None = Field(None, gt=0)
+    """Seconds that a stop may take; None for the larger of 60 and three times the last save."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.devices * self.num_nodes
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Forwards a rank an optimizer step."""
+        return accumulation_steps(self.recipe.global_batch_size, self.micro_batch_size, world_size=self.world_size)
 
     @model_validator(mode="after")
-    def _batches_divide(self) -> Self:
-        accumulation_steps(self.recipe.global_batch_size, self.micro_batch_size, world_size=1)
+    def _fits_together(self) -> Self:
+        accumulation_steps(self.recipe.global_batch_size, self.micro_batch_size, world_size=self.world_size)
+        if self.strategy == "fsdp" and self.recipe.precision == "16-mixed":
+            raise ValueError("precision='16-mixed' cannot be used with strategy='fsdp'; use bf16-mixed, or ddp")
+        if self.keep_every % self.save_every:
+            raise ValueError(f"keep_every={self.keep_every} has to be a multiple of save_every={self.save_every}")
+        if self.val_every and self.val_data_dir is None:
+            raise ValueError("val_every needs val_data_dir, a folder that notebook 01 prepared from pictures that are not trained on")
         return self
+
+    @field_validator("rendezvous")
+    @classmethod
+    def _host_and_port(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[^\s:]+:\d{1,5}", value):
+            raise ValueError("it has to be host:port of the first node, as in node1:29500")
+        return value
 
     def science(self) -> dict[str, Any]:
         """The fields that fix what is computed, flat; they may not change in a run folder."""

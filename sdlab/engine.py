@@ -9,7 +9,9 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -26,7 +28,9 @@ def __getattr__(name: str) -> Any:
 from papermill.engines import NBClientEngine, NotebookExecutionManager, PapermillNotebookClient, logger, papermill_engines  # noqa: E402
 
 STOP_GRACE_S = 60.0
-"""Seconds that an interrupted cell has to finish what it does, as in saving a checkpoint, before its kernel is killed."""
+"""Seconds that an interrupted cell has to finish what it does before its kernel is killed, if the cell does not ask for more or less."""
+GRACE_FILE = "SDLAB_GRACE"
+"""The environment variable that names a file in which a cell says how many seconds a stop may take."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class SdlabEngine(NBClientEngine):
             extra_arguments=["--log-level=ERROR"],
         )
         client.stop, client.report = kwargs["stop"], kwargs.get("report")
-        return client.execute(env=kernel_environment(os.environ))
+        return client.execute(env={**kernel_environment(os.environ), GRACE_FILE: client.stop.asked})
 
 
 def kernel_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -206,17 +210,19 @@ class _Stop:
         self.signum: int | None = None
         self.killed = False
         self.group: int | None = None
+        self.over = threading.Event()
         self._before: dict[int, Any] = {}
-        self._timer = threading.Timer(STOP_GRACE_S, self._kill)
-        self._timer.daemon = True
 
     def __enter__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="sdlab-")
+        self.asked = os.path.join(self._folder.name, "grace")
         if threading.current_thread() is threading.main_thread():
             heard = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._on_signal) for number in heard}
 
     def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
+        self.over.set()
+        self._folder.cleanup()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -230,7 +236,22 @@ class _Stop:
             return
         self.signum = signum
         self._send(signal.SIGINT)
-        self._timer.start()
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        """Kill the kernel once the cell has had its time."""
+        start = time.monotonic()
+        while time.monotonic() - start < self._grace_s():
+            if self.over.wait(0.2):
+                return
+        self._kill()
+
+    def _grace_s(self) -> float:
+        try:
+            with open(self.asked, encoding="utf-8") as said:
+                return float(said.read())
+        except (OSError, ValueError):
+            return STOP_GRACE_S
 
     def _kill(self) -> None:
         self.killed = True

@@ -7,11 +7,15 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +26,12 @@ from sdlab import pool, runs
 from sdlab.config import ConfigError
 
 JOB = "job.json"
-RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-"""Names in the environment that tell a rank which it is."""
+LOG = "log.txt"
+"""What ranks say that nobody waits for."""
+FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MPLBACKEND", "JPY_PARENT_PID")
+"""Names in the environment that tell this process who it is, and would tell its ranks something wrong."""
+GRACE_FILE = "SDLAB_GRACE"
+"""The environment variable that names a file in which a notebook says how many seconds a stop may take."""
 GRACE_S = 10
 """Seconds that ranks have to leave by themselves when they are told to."""
 TAIL = 2000
@@ -60,75 +68,148 @@ def attention(on: torch.device) -> AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH) if on.type == "cpu" else nullcontext()
 
 
-def run_ranks(folder: Path, job: Mapping[str, Any], *, devices: int, num_nodes: int) -> None:
-    """Run one job on `devices` x `num_nodes` ranks that need not talk to one another, and wait for them.
+@dataclass(frozen=True)
+class Ranks:
+    """How many ranks do a job, and what happens to them."""
 
-    What rank 0 says is shown here, what the others say is in `folder/rank-N.log`. The ranks end when this process does.
+    devices: int = 1
+    """Ranks on each node."""
+    num_nodes: int = 1
+    rendezvous: str | None = None
+    """Where several nodes meet outside SLURM, as host:port of the first."""
+    max_restarts: int = 0
+    """How often all ranks are started again after one has died."""
+    stop: str | None = None
+    """The file that asks the ranks to stop in order; without one they are told by a signal."""
+    grace_s: float = 0
+    """Seconds that ranks which were asked to stop may take."""
+
+
+def run_ranks(
+    folder: Path, job: Mapping[str, Any], ranks: Ranks, *, detach: bool = False, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Run one job on several ranks under torchrun, and wait for them.
+
+    What rank 0 says is shown here, what the others say is in `folder/rank-N.log`. The ranks end when this process does, in order where
+    they have a file to be stopped by.
 
     Args:
         folder: where the job is written for them; on a file system that all nodes share.
         job: with its `verb`, see `sdlab.worker`.
-        devices: ranks a node.
-        num_nodes: nodes; more than one need a SLURM allocation.
+        ranks: how many, and how they meet.
+        detach: do not wait; the ranks go on when this process ends, and what they say is in `folder/log.txt`.
+        meanwhile: called about ten times a second.
 
     Raises:
         ConfigError: more nodes or ranks a node than there may be, or what a rank raised as such.
         RuntimeError: a rank failed; with its traceback, or the signal that ended it and what it said last.
     """
-    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", 1))
-    if num_nodes > nodes or (num_nodes > 1 and shutil.which("srun") is None):
-        raise ConfigError(f"num_nodes={num_nodes}, and this process may use {nodes}: start it inside a SLURM allocation of that many nodes")
-    cpus = _cpus(num_nodes)
-    if num_nodes > 1 and devices > cpus:
-        raise ConfigError(f"devices={devices}, and the SLURM allocation has {cpus} CPUs on a node; a rank needs one")
+    command = [sys.executable, "-m", "sdlab.worker", "--supervise", *([] if detach else ["--attached"]), str(folder)]
+    started, threads = _on_all_nodes(ranks)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    runs.write_json(folder / JOB, dict(job))
-    command = [sys.executable, "-m", "sdlab.worker", str(folder)]
-    if num_nodes > 1:
-        several = [f"--nodes={num_nodes}", f"--ntasks={num_nodes * devices}", f"--ntasks-per-node={devices}"]
-        # a step does not take over the job's CPUs, and else holds back lines that do not end, as those of a bar
-        srun = ["srun", *several, f"--cpus-per-task={cpus // devices}", "--unbuffered", "--overlap", "--kill-on-bad-exit=1", "--export=ALL"]
-        _run([*srun, *command], [_environment(cpus // devices)], folder)
-    else:
-        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(devices)} for rank in range(devices)]
-        _run(command, [{**_environment(cpus // devices), **rank} for rank in ranks], folder)
+    meeting = {"run_id": uuid.uuid4().hex, "endpoint": _endpoint(ranks), "shutdown_s": GRACE_S}
+    runs.write_json(folder / JOB, {**job, "ranks": {**asdict(ranks), **meeting}})
+    if ranks.rendezvous and ranks.num_nodes > 1:
+        print(f"start on each of the other {ranks.num_nodes - 1} nodes: {Path(sys.executable).name} -m sdlab.worker --supervise {folder}")
+    if detach:
+        with (folder / LOG).open("wb") as log:
+            subprocess.Popen(
+                [*started, *command], env=_environment(threads), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        return
+    _attend([*started, *command], _environment(threads), folder, ranks, meanwhile)
 
 
-def _cpus(num_nodes: int) -> int:
-    """CPUs of this process, or, on several nodes, of the job on the node where it has fewest ("8(x2),4")."""
-    counts = re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")) if num_nodes > 1 else []
-    return min(map(int, counts), default=pool.cores())
+def _on_all_nodes(ranks: Ranks) -> tuple[list[str], int]:
+    """What starts a command once on each node, and the threads of a rank.
+
+    Raises:
+        ConfigError: more nodes or ranks a node than there may be.
+    """
+    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", 1))
+    if ranks.num_nodes == 1 or ranks.rendezvous:
+        return [], max(1, pool.cores() // ranks.devices)
+    if ranks.num_nodes > nodes or shutil.which("srun") is None:
+        given = f"num_nodes={ranks.num_nodes}, and this process may use {nodes}"
+        raise ConfigError(f"{given}: start it inside a SLURM allocation of that many nodes, or say where they meet (rendezvous)")
+    cpus = _cpus()
+    if ranks.devices > cpus:
+        raise ConfigError(f"devices={ranks.devices}, and the SLURM allocation has {cpus} CPUs on a node; a rank needs one")
+    several = [f"--nodes={ranks.num_nodes}", f"--ntasks={ranks.num_nodes}", "--ntasks-per-node=1"]
+    # a step does not take over the job's CPUs, and else holds back lines that do not end, as those of a bar
+    more = [f"--cpus-per-task={cpus}", "--unbuffered", "--overlap", "--kill-on-bad-exit=1", "--export=ALL"]
+    return ["srun", *several, *more], cpus // ranks.devices
+
+
+def _cpus() -> int:
+    """CPUs of this SLURM job on the node where it has fewest ("8(x2),4")."""
+    return min(map(int, re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))), default=pool.cores())
+
+
+def _endpoint(ranks: Ranks) -> str:
+    """Where the nodes meet, as host:port."""
+    if ranks.rendezvous:
+        return ranks.rendezvous
+    if ranks.num_nodes == 1:
+        return "127.0.0.1:0"
+    hosts = subprocess.run(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True)
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return f"{hosts.stdout.split()[0]}:{free.getsockname()[1]}"
 
 
 def _environment(threads: int) -> dict[str, str]:
-    ours = {name: value for name, value in os.environ.items() if name not in RANKS}
+    ours = {name: value for name, value in os.environ.items() if name not in FOREIGN}
     return {
-        "OMP_NUM_THREADS": str(max(1, threads)),
-        pool.CORES: str(max(1, threads)),
+        "OMP_NUM_THREADS": str(threads),
+        pool.CORES: str(threads),
         **ours,
         "PYTHONUNBUFFERED": "1",
         "SDLAB_HEADLESS": "1",
+        # without it ranks that are started again now and then read where the ones before them met
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
 
 
-def _run(command: list[str], environments: list[dict[str, str]], folder: Path) -> None:
-    """Start a command once in each environment, and wait until all have ended or one has failed."""
-    processes: list[subprocess.Popen[bytes]] = []
-    said = [""] * len(environments)
+@contextmanager
+def asks_to_stop(stop: Path | None, grace_s: float) -> Iterator[None]:
+    """Turn the first interrupt or SIGTERM into a request to stop, the file `stop`; a second one interrupts at once."""
+    if stop is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        if stop.exists():
+            raise KeyboardInterrupt
+        stop.touch()
+        if GRACE_FILE in os.environ:
+            Path(os.environ[GRACE_FILE]).write_text(str(grace_s))
+        print("stopping after this step, with a checkpoint; interrupt again to stop at once", flush=True)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for environment in environments:
-            processes.append(_start(command, environment))
-        while None in (codes := [process.poll() for process in processes]):
-            _show(processes, said)
-            if any(codes):
-                break
-            time.sleep(0.1)
+        yield
     finally:
-        _end(processes)
-        _show(processes, said)
-    if any(codes):
-        _raise(codes, said, folder)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _attend(command: list[str], environment: dict[str, str], folder: Path, ranks: Ranks, meanwhile: Callable[[], None]) -> None:
+    """Start what supervises the ranks, show what they say, and see to it that they end."""
+    process = _start(command, environment)
+    said = ""
+    try:
+        with asks_to_stop(Path(ranks.stop) if ranks.stop else None, ranks.grace_s):
+            while process.poll() is None:
+                said = _show(process, said)
+                meanwhile()
+                time.sleep(0.1)
+    finally:
+        _end(process)
+        said = _show(process, said)
+    if process.returncode:
+        _raise(process.returncode, said, folder)
 
 
 def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -140,40 +221,40 @@ def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[
     return process
 
 
-def _show(processes: list[subprocess.Popen[bytes]], said: list[str]) -> None:
-    for number, process in enumerate(processes):
-        assert process.stdout is not None
-        while data := process.stdout.read(1 << 16):
-            text = data.decode("utf-8", "replace")
-            said[number] = (said[number] + text)[-TAIL:]
-            sys.stderr.write(text)
-            sys.stderr.flush()
+def _show(process: subprocess.Popen[bytes], said: str) -> str:
+    assert process.stdout is not None
+    while data := process.stdout.read(1 << 16):
+        text = data.decode("utf-8", "replace")
+        said = (said + text)[-TAIL:]
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    return said
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Tell those that still run to leave, and make them after a while."""
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    until = time.monotonic() + GRACE_S
-    for process in processes:
-        try:
-            process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Tell a process that still runs to leave, and make it after a while."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(2 * GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def _raise(codes: list[int | None], said: list[str], folder: Path) -> None:
-    """The first error that a rank has written down, else how the first process that failed by itself has ended."""
-    errors = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("error-*.json"))]
-    for error in sorted(errors, key=lambda one: one["time"]):
-        if error["config_error"]:
-            raise ConfigError(error["message"])
-        raise RuntimeError(f"rank {error['rank']} failed:\n{error['traceback']}")
-    number, ended = next((number, code) for number, code in enumerate(codes) if code)
+def _raise(code: int, said: str, folder: Path) -> None:
+    """The cause: a rank that a signal ended, else the first error that a rank has written down, else how the first one has left."""
+    failures = [one for path in folder.glob("failures-*.json") for one in json.loads(path.read_text(encoding="utf-8"))]
+    failures.sort(key=lambda one: (one["exit_code"] in (0, -signal.SIGTERM), one["exit_code"] >= 0, one["time"]))
+    errors = sorted((json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("error-*.json")), key=lambda one: one["time"])
+    if errors and not (failures and failures[0]["exit_code"] < 0 and failures[0]["exit_code"] != -signal.SIGTERM):
+        if errors[0]["config_error"]:
+            raise ConfigError(errors[0]["message"])
+        raise RuntimeError(f"rank {errors[0]['rank']} failed:\n{errors[0]['traceback']}")
+    rank, ended = (failures[0]["rank"], failures[0]["exit_code"]) if failures else (None, code)
     memory = " (out of memory?)" if ended == -signal.SIGKILL else ""
     how = f"was ended by {signal.Signals(-ended).name}{memory}" if ended < 0 else f"left with exit code {ended}"
-    log = folder / f"rank-{number}.log"
-    last = (said[number] + (log.read_text(encoding="utf-8", errors="replace") if log.is_file() else "")).strip()[-TAIL:]
-    raise RuntimeError(f"{'rank ' + str(number) if len(codes) > 1 else 'a rank'} {how}; what it said last:\n{last or 'nothing'}")
+    log = folder / f"rank-{rank}.log"
+    last = (log.read_text(encoding="utf-8", errors="replace") if log.is_file() else said).strip()[-TAIL:]
+    raise RuntimeError(f"{'what supervises the ranks' if rank is None else f'rank {rank}'} {how}; what it said last:\n{last or 'nothing'}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,16 +13,15 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, ModelMixin, UNet2DConditionModel
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CLIPTextModel, CLIPTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from sdlab import launch, runs
-from sdlab.config import ConfigError, Networks, NoiseSchedule, Preset, resolve_path
-
-TINY_DIR = Path(__file__).parent / "assets" / "tiny"
-"""The built-in model as a diffusers pipeline folder, and its judge."""
+from sdlab import launch, runs, stored
+from sdlab.config import ConfigError, Networks, Preset
+from sdlab.stored import TINY_DIR as TINY_DIR
+from sdlab.stored import frozen_folder, read_json
+from sdlab.stored import vae_factor as vae_factor
 
 logging.getLogger("diffusers").setLevel(logging.ERROR)
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -81,9 +78,7 @@ class Frozen:
 
     def tokenize(self, captions: Sequence[str]) -> Tensor:
         """Token ids, int64 (B, L), padded and cut to the encoder's length."""
-        return self.tokenizer(
-            list(captions), padding="max_length", max_length=self.max_tokens, truncation=True, return_tensors="pt"
-        ).input_ids
+        return stored.token_ids(self.tokenizer, self.max_tokens, captions)
 
     def count_tokens(self, captions: Sequence[str]) -> list[int]:
         """Tokens of each caption before cutting, start and end included."""
@@ -122,21 +117,23 @@ def load_frozen(networks: Networks) -> Frozen:
     """Load VAE, text encoder and tokenizer from what sdlab ships or a folder in diffusers' layout, onto the GPU if there is one.
 
     Raises:
-        ConfigError: the folder or one of its parts is not there.
+        ConfigError: the folder or one of its parts is not there, or its weights are pickled.
     """
-    folder = _frozen_folder(networks)
+    folder = frozen_folder(networks)
+    tokenizer, _ = stored.load_tokenizer(folder)
     return Frozen(
         vae=_ready(_load_whole(AutoencoderKL, folder / "vae")),
         text_encoder=_ready(_load_whole(CLIPTextModel, folder / "text_encoder")),
-        tokenizer=CLIPTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True),
+        tokenizer=tokenizer,
         hashes=hash_frozen(networks),
     ).to(launch.device())
 
 
 def _load_whole(kind: Any, folder: Path) -> Any:
     """Load a network from a folder; weights that are missing, surplus or damaged are refused, never filled in at random."""
+    stored.weight_files(folder)
     try:
-        network, found = kind.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+        network, found = kind.from_pretrained(folder, local_files_only=True, output_loading_info=True, use_safetensors=True)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{folder} cannot be loaded: {' '.join(str(error).split())[:300]}") from None
     wrong = [f"{word} {key}" for word in ("missing", "unexpected", "mismatched") for key in sorted(map(str, found[f"{word}_keys"]))]
@@ -147,18 +144,9 @@ def _load_whole(kind: Any, folder: Path) -> Any:
 
 def hash_frozen(networks: Networks) -> dict[str, str]:
     """SHA-256 of the weights of `vae` and `text_encoder` and of the files of `tokenizer`, by part."""
-    folder = _frozen_folder(networks)
+    folder = frozen_folder(networks)
     weights = {part: hash_weights(folder / part) for part in ("vae", "text_encoder")}
     return weights | {"tokenizer": hash_weights(folder / "tokenizer", "*.*")}
-
-
-def _frozen_folder(networks: Networks) -> Path:
-    folder = TINY_DIR if networks.frozen == "tiny" else resolve_path(networks.frozen)
-    parts = ("vae", "text_encoder", "tokenizer")
-    missing = [part for part in parts if not (folder / part).is_dir()]
-    if missing:
-        raise ConfigError(f"folder {folder} lacks {', '.join(missing)}; give a folder in diffusers' layout with {', '.join(parts)}")
-    return folder
 
 
 def _ready(module: Any) -> Any:
@@ -167,10 +155,7 @@ def _ready(module: Any) -> Any:
 
 def hash_weights(folder: Path, pattern: str = "*.safetensors") -> str:
     """SHA-256 over some files of a folder, in order of their names."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob(pattern)):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return stored.hash_files(sorted(folder.glob(pattern)))
 
 
 def build_unet(networks: Networks, *, seed: int = 0) -> UNet2DConditionModel:
@@ -192,12 +177,6 @@ def count_unet(networks: Networks) -> int:
     return sum(tensor.numel() for tensor in unet_shapes(networks).values())
 
 
-def vae_factor(networks: Networks) -> int:
-    """Pixels a side of one latent, read from the config of the frozen VAE."""
-    config = AutoencoderKL.load_config(_frozen_folder(networks) / "vae", local_files_only=True)
-    return 2 ** (len(config["block_out_channels"]) - 1)
-
-
 def check_networks(networks: Networks) -> None:
     """Refuse a UNet that does not fit its frozen parts, before anything is built with weights.
 
@@ -205,9 +184,9 @@ def check_networks(networks: Networks) -> None:
         ConfigError: it cannot be made, or its channels or conditioning width are not those of the VAE and the text encoder.
     """
     unet_shapes(networks)
-    folder = _frozen_folder(networks)
+    folder = frozen_folder(networks)
     channels = AutoencoderKL.load_config(folder / "vae", local_files_only=True)["latent_channels"]
-    width = json.loads((folder / "text_encoder" / "config.json").read_text(encoding="utf-8"))["hidden_size"]
+    width = read_json(folder / "text_encoder" / "config.json")["hidden_size"]
     wanted = {"in_channels": channels, "out_channels": channels, "cross_attention_dim": width}
     wrong = [f"{name}={networks.unet.get(name)!r} has to be {value}" for name, value in wanted.items() if networks.unet.get(name) != value]
     if wrong:
@@ -221,7 +200,7 @@ def unet_factor(networks: Networks) -> int:
 
 def count_parameters(preset: Preset) -> dict[str, int]:
     """Numbers of parameters of `unet`, `vae` and `text_encoders`, counted without allocating them."""
-    folder = _frozen_folder(preset.networks)
+    folder = frozen_folder(preset.networks)
     with torch.device("meta"):
         built = {
             "vae": AutoencoderKL.from_config(AutoencoderKL.load_config(folder / "vae")),
@@ -237,8 +216,9 @@ def hand_over(unet: UNet2DConditionModel, weights: Mapping[str, Tensor], *, sour
     Raises:
         ConfigError: as `check_fit`.
     """
-    check_fit(unet.state_dict(), weights, source=source)
-    unet.load_state_dict(dict(weights))
+    read = dict(weights)
+    check_fit(unet.state_dict(), read, source=source)
+    unet.load_state_dict(read)
 
 
 def unet_shapes(networks: Networks) -> dict[str, Tensor]:
@@ -263,82 +243,34 @@ def check_fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, sourc
     problems += [f"{key} is {given}, not {wanted}" for key, (given, wanted) in shapes.items() if given != wanted]
     if problems:
         listed = "; ".join(problems[:20]) + ("; ..." if len(problems) > 20 else "")
-        raise ConfigError(f"the weights of {source} do not fit the UNet of this preset ({len(problems)} keys): {listed}")
+        raise ConfigError(f"the weights of {source} do not fit the UNet ({len(problems)} keys): {listed}")
 
 
 def load(model: str, *, weights: str = "ema", checkpoint: str | int = "latest") -> TextToImage:
     """Load a model that draws, onto the GPU if there is one.
 
     Args:
-        model: "tiny", a run folder, or a diffusers pipeline folder written by a run.
-        weights: "ema" or "raw", or "auto" for EMA where there is one; a stage without EMA has only "raw", a pipeline only one of them.
+        model: "tiny", a run folder, a diffusers pipeline folder, or the hub id of one.
+        weights: "ema" or "raw", or "auto" for EMA where there is one; what sdlab did not write counts as "raw".
         checkpoint: "latest" or an optimizer step of a run folder.
 
     Raises:
-        ConfigError: nothing of these is there, with what is.
+        ConfigError: as `stored.find`, or weights that are missing, surplus or damaged.
     """
-    if weights not in ("ema", "raw", "auto"):
-        raise ConfigError(f"weights={weights!r}; allowed are 'ema', 'raw' and 'auto'")
-    folder = TINY_DIR if model == "tiny" else resolve_path(model)
-    if not folder.exists():
-        raise ConfigError(f"there is no model at {model!r}; give a run folder, a pipeline folder or 'tiny'")
-    if (folder / "config.json").is_file() and (folder / "checkpoints").is_dir():
-        return _load_run(folder, weights=weights, checkpoint=checkpoint, name=model)
-    if checkpoint != "latest":
-        raise ConfigError(f"model {model!r} is no run folder, so it has no checkpoint {checkpoint!r}; leave checkpoint at 'latest'")
-    if (folder / "unet").is_dir():
-        return _load_pipeline(folder, weights=weights, name=model)
-    raise ConfigError(f"model {model!r}: {folder} is neither a run folder nor a pipeline folder; give one of these or 'tiny'")
-
-
-def _load_run(folder: Path, *, weights: str, checkpoint: str | int, name: str) -> TextToImage:
-    config = runs.read_config(folder)
-    found = runs.find_checkpoint(folder, checkpoint)
-    kept = "raw" if config.recipe.ema_decay is None else "ema"
-    chosen = kept if weights == "auto" else weights
-    if (chosen, kept) == ("ema", "raw"):
-        raise ConfigError(f"checkpoint {found} has no EMA weights (its stage keeps none); use weights='raw'")
-    path = found / ("ema.safetensors" if chosen == "ema" else "weights.safetensors")
-    unet = build_unet(config.networks)
-    hand_over(unet, load_file(path), source=str(path))
+    found = stored.find(model, weights=weights, checkpoint=checkpoint)
+    with torch.device("meta"):  # random weights take longer to draw than others to read
+        unet = build_unet(found.networks)
+    hand_over(unet.to_empty(device="cpu"), found.state_dict(), source=model)
     return TextToImage(
-        frozen=load_frozen(config.networks),
+        frozen=load_frozen(found.networks),
         unet=_ready(unet).to(launch.device()),
-        networks=config.networks,
-        name=name,
-        weights=chosen,
-        step=runs.checkpoint_step(found),
-        weights_hash=runs.file_hash(path),
-        resolution=config.recipe.resolution,
+        networks=found.networks,
+        name=model,
+        weights=found.weights,
+        step=found.step,
+        weights_hash=found.weights_hash,
+        resolution=found.resolution,
     )
-
-
-def _load_pipeline(folder: Path, *, weights: str, name: str) -> TextToImage:
-    about = _read_json(folder / "sdlab.json")
-    if weights not in ("auto", about["weights"]):
-        raise ConfigError(f"pipeline {folder} holds the {about['weights']!r} weights only; use weights={about['weights']!r}")
-    unet = _ready(_load_whole(UNet2DConditionModel, folder / "unet"))
-    scheduler = _read_json(folder / "scheduler" / "scheduler_config.json")
-    noise = NoiseSchedule(**{key: scheduler[key] for key in NoiseSchedule.model_fields})
-    arguments = {key: value for key, value in unet.config.items() if not key.startswith("_")}
-    networks = Networks(frozen=str(folder), unet=arguments, prediction_type=scheduler["prediction_type"], noise_schedule=noise)
-    return TextToImage(
-        frozen=load_frozen(networks),
-        unet=unet.to(launch.device()),
-        networks=networks,
-        name=name,
-        weights=about["weights"],
-        step=about["step"],
-        weights_hash=hash_weights(folder / "unet"),
-        resolution=about["resolution"],
-    )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); give a pipeline folder that a run wrote") from None
 
 
 def save_pipeline(folder: Path, model: TextToImage) -> None:

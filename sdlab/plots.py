@@ -6,17 +6,22 @@ import functools
 import io
 import itertools
 import math
+import os
 import textwrap
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from IPython.core.getipython import get_ipython
+from IPython.display import display
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from sdlab import evaluate
 from sdlab.config import near_path, resolve_path
@@ -24,6 +29,10 @@ from sdlab.config import near_path, resolve_path
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Line colours that also colour-blind readers tell apart."""
 GREY = "#666666"
+MANY = 40
+"""From so many points on a line has no markers, and a running mean where it is noisy."""
+LIVE_EVERY_S = 2.0
+"""Seconds that a curve in a running cell stays before it is drawn again."""
 Row = Mapping[str, Any]
 
 
@@ -192,41 +201,133 @@ def _draw_strict(axes: Axes, rows: Sequence[Row]) -> None:
     _legend_below(axes, 3)
 
 
-def loss_curve(metrics: Sequence[Row], title: str = "Training loss") -> Picture:
-    """Training loss over optimizer steps: every logged value faint, a running mean strong, `val_loss` as dots where rows have it.
+def loss_curve(metrics: Sequence[Row], title: str = "Training loss", *, num_train_timesteps: int = 1000) -> Picture:
+    """Training and validation loss over optimizer steps, and in a second panel the validation loss of each quarter of the timesteps.
 
     Args:
-        metrics: rows with `step` and `loss`, as in `metrics.jsonl`; rows without a finite loss are left out.
+        metrics: rows of `metrics.jsonl`, of which only `step` has to be there. `loss` and `val_loss` are drawn where they are finite,
+            `val_loss_quartiles` (four means, low noise first) make the second panel, and a true `skipped` is a mark on the x axis.
         title: what was trained.
+        num_train_timesteps: of the noise schedule; names the quarters.
     """
-    figure = _figure(8, 4.2, title)
-    axes = figure.subplots()
-    rows = [row for row in metrics if math.isfinite(row.get("loss") or math.nan)]
-    steps, loss = [row["step"] for row in rows], np.array([row["loss"] for row in rows], dtype=float)
-    window = max(1, len(rows) // 20)
-    if rows:
-        axes.plot(
-            steps,
-            loss,
-            "o-" if len(rows) <= 20 else "-",
-            color=COLOURS[0],
-            alpha=0.35 if window > 1 else 1,
-            linewidth=1,
-            markersize=4,
-            label="logged steps",
-        )
-    else:
-        axes.text(0.5, 0.5, "no finite loss was logged yet", transform=axes.transAxes, ha="center", color=GREY)
-    if window > 1:
-        means = np.convolve(loss, np.ones(window) / window, mode="valid")
-        middle = steps[(window - 1) // 2 :][: len(means)]
-        axes.plot(middle, means, color=COLOURS[0], linewidth=2, label=f"mean of {window} neighbouring values")
-    checked = [row for row in metrics if row.get("val_loss") is not None]
-    if checked:
-        axes.plot([row["step"] for row in checked], [row["val_loss"] for row in checked], "o", color=COLOURS[1], label="validation")
-    _label_axes(axes, "", "optimizer step", "loss: mean squared error (lower is better)")
-    _legend_below(axes, 3)
+    quarters = [[(row["step"], row["val_loss_quartiles"][i]) for row in metrics if row.get("val_loss_quartiles")] for i in range(4)]
+    wide = any(quarters)
+    figure = _figure(12 if wide else 8, 4.8, title)
+    panels = figure.subplots(1, 2 if wide else 1, squeeze=False, width_ratios=(1.35, 1)[: 2 if wide else 1])[0]
+    _draw_losses(panels[0], metrics)
+    _label_axes(panels[0], "All timesteps" if wide else "", _steps_label(metrics), "loss: mean squared error (lower is better)")
+    if wide:
+        _draw_quarters(panels[1], [_finite(points) for points in quarters], num_train_timesteps)
+    for axes in panels:
+        _whole_steps(axes, metrics)
+        _legend_below(axes, 2)
     return figure
+
+
+def _finite(points: Iterable[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    return [(step, value) for step, value in points if value is not None and math.isfinite(value)]
+
+
+def _draw_losses(axes: Axes, metrics: Sequence[Row]) -> None:
+    """Every logged loss, strong if few and else faint under a running mean; validation; and the steps that were skipped."""
+    logged, checked = (_finite((row["step"], row.get(name)) for row in metrics) for name in ("loss", "val_loss"))
+    window = max(5, len(logged) // 20) if len(logged) >= MANY else 1
+    if not logged:
+        axes.text(0.5, 0.5, "no finite loss was logged yet", transform=axes.transAxes, ha="center", color=GREY)
+    _draw_line(axes, logged, "o", color=COLOURS[0], linewidth=1, alpha=0.35 if window > 1 else 1, label="logged steps")
+    if window > 1:
+        _draw_line(axes, _running_mean(logged, window), "", color=COLOURS[0], linewidth=2, label=f"mean of {window} neighbouring values")
+    _draw_line(axes, checked, "D", color=COLOURS[1], linewidth=1.5, label="validation")
+    if len(logged) <= 5 and not checked:
+        _name_values(axes, logged)
+    skipped = [row["step"] for row in metrics if row.get("skipped")]
+    if skipped:
+        look: dict[str, Any] = {"color": "black", "markersize": 5, "markeredgewidth": 1.2, "clip_on": False, "zorder": 5}
+        label = f"skipped by the gradient scaler ({len(skipped):,})"
+        axes.plot(skipped, [0] * len(skipped), "x", transform=axes.get_xaxis_transform(), label=label, **look)
+
+
+def _draw_line(axes: Axes, points: Sequence[tuple[int, float]], marker: str, **look: Any) -> None:
+    """A line, with a marker at each point while they are few; nothing without points."""
+    if points:
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, f"{marker}-" if len(points) < MANY else "-", markersize=4, **look)
+
+
+def _running_mean(points: Sequence[tuple[int, float]], window: int) -> list[tuple[int, float]]:
+    """The mean of each `window` neighbours, at the step of the middle one."""
+    total = np.cumsum([0.0, *(value for _, value in points)])
+    means = (total[window:] - total[:-window]) / window
+    return [(step, mean) for (step, _), mean in zip(points[(window - 1) // 2 :], means.tolist(), strict=False)]
+
+
+def _name_values(axes: Axes, points: Sequence[tuple[int, float]]) -> None:
+    """Write its value above each point, for so few that a line says little."""
+    for place in points:
+        name = axes.annotate(f"{place[1]:.3g}", place, (0, 7), textcoords="offset points", ha="center", zorder=5)
+        name.set(fontsize=9, color=GREY, path_effects=[withStroke(linewidth=2.5, foreground="white")])
+
+
+def _draw_quarters(axes: Axes, quarters: Sequence[Sequence[tuple[int, float]]], num_train_timesteps: int) -> None:
+    """Validation loss by quarter of the timesteps, dark for low noise; logarithmic where the quarters lie far apart."""
+    ends = [math.ceil(i * num_train_timesteps / 4) for i in range(5)]
+    shades = colormaps["viridis"]([0.0, 0.3, 0.55, 0.8])
+    for points, (start, end), colour in zip(quarters, itertools.pairwise(ends), shades, strict=True):
+        _draw_line(axes, points, "o", color=colour, linewidth=1.5, label=f"timesteps {start}-{end - 1}")
+    values = [value for points in quarters for _, value in points]
+    logarithmic = bool(values) and min(values) > 0 and max(values) > 10 * min(values)
+    if logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    scale = "log, " if logarithmic else ""
+    _label_axes(axes, "Validation by timestep (0: least noise)", "optimizer step", f"validation loss ({scale}lower is better)")
+
+
+def _steps_label(metrics: Sequence[Row]) -> str:
+    seen = [row for row in metrics if row.get("samples_seen")]
+    return f"optimizer step ({seen[-1]['samples_seen']:,} samples seen after step {seen[-1]['step']:,})" if seen else "optimizer step"
+
+
+def _whole_steps(axes: Axes, metrics: Sequence[Row]) -> None:
+    """Ticks at whole steps, from the start of the training on, so that also a single row stands where it belongs."""
+    last = max((row["step"] for row in metrics), default=1)
+    axes.set_xlim(-0.02 * last, 1.04 * last)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=(1, 2, 5, 10), integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+class LiveLoss:
+    """A loss curve in the running cell, replaced as rows come in and kept in the saved notebook.
+
+    Where SDLAB_HEADLESS is set only the last state is drawn, and outside of IPython nothing.
+    """
+
+    def __init__(self, title: str = "Training loss", *, num_train_timesteps: int = 1000) -> None:
+        self.title, self.num_train_timesteps = title, num_train_timesteps
+        self._rows: list[Row] = []
+        self._shown: list[Row] = []
+        self._handle: Any = None
+        self._last = -math.inf
+
+    def __call__(self, rows: Sequence[Row]) -> None:
+        """Show these rows of metrics, unless the curve was drawn less than `LIVE_EVERY_S` seconds ago."""
+        self._rows = list(rows)
+        if not os.environ.get("SDLAB_HEADLESS") and time.monotonic() >= self._last + LIVE_EVERY_S:
+            self._draw()
+
+    def close(self) -> None:
+        """Show the rows of the last call, if they are not shown yet."""
+        self._draw()
+
+    def _draw(self) -> None:
+        if get_ipython() is None or self._rows == self._shown:
+            return
+        picture = loss_curve(self._rows, self.title, num_train_timesteps=self.num_train_timesteps)
+        if self._handle is None:
+            self._handle = display(picture, display_id=True)
+        else:
+            self._handle.update(picture)
+        self._shown, self._last = self._rows, time.monotonic()
 
 
 def shapes(preflight: Row, max_tokens: int) -> Picture:

@@ -163,7 +163,7 @@ def _share_out(config: PrepareConfig, folder: Path, step: str, here: Any) -> Non
         here()
     else:
         job = {"verb": "prepare", "step": step, "config": config.model_dump(mode="json")}
-        launch.run_ranks(folder / index.FOLDER / "job", job, devices=devices, num_nodes=config.num_nodes)
+        launch.run_ranks(folder / index.FOLDER / "job", job, launch.Ranks(devices, config.num_nodes))
 
 
 def work(job: dict[str, Any], *, rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""The run folder: its config and history, metrics, checkpoints and result, each written so that a kill leaves it whole."""
+"""The run folder: its lock, config, history and metrics, written so that a kill leaves them whole, and its checkpoints as read."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from filelock import FileLock, Timeout
 
 from sdlab.config import ConfigError, TrainConfig, build
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 Resume = Literal["auto", "never", "must"]
-KEEP_CHECKPOINTS = 3
-"""The newest checkpoints that stay; older ones go once a new one is verified."""
+LOCK = ".lock"
+LOCK_S = 1.0
+"""Seconds to wait for a lock that somebody only looks at."""
+METRICS = "metrics.jsonl"
+DISCARDED = "metrics.discarded.jsonl"
+LAST_SAVE = "last_save.json"
+LEAST_GRACE_S = 60.0
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -61,15 +66,51 @@ def read_config(folder: Path) -> TrainConfig:
         ConfigError: there is none, or it is damaged.
     """
     path = folder / "config.json"
+    if not path.exists():
+        raise ConfigError(f"{folder} is no run folder: it has no config.json")
+    return build(TrainConfig, _read_table(path), where=str(path))
+
+
+def _read_table(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} is no run folder: it has no config.json") from None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is damaged: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is damaged: it holds no table")
-    return build(TrainConfig, values, where=str(path))
+    return values
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """A run folder, made if need be, for one training alone; reading it needs no lock.
+
+    Raises:
+        ConfigError: another one holds it, or the folder is not for a run.
+    """
+    _check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    held = FileLock(folder / LOCK)
+    try:
+        held.acquire(timeout=LOCK_S)
+    except Timeout:
+        raise ConfigError(f"run_dir {folder} is being trained by another process; wait for it, stop it, or give another run_dir") from None
+    try:
+        yield
+    finally:
+        held.release()
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse what is neither new, nor empty, nor a run folder.
+
+    Raises:
+        ConfigError: it is a file, or holds other files.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run_dir {folder} is a file; give a folder")
+    if folder.is_dir() and not (folder / "config.json").is_file() and any(path.name != LOCK for path in folder.iterdir()):
+        raise ConfigError(f"run_dir {folder} holds other files and no config.json; give a new or empty folder")
 
 
 def open_run(folder: Path, config: TrainConfig, *, resume: Resume, lineage: Mapping[str, Any]) -> Path | None:
@@ -84,16 +125,13 @@ def open_run(folder: Path, config: TrainConfig, *, resume: Resume, lineage: Mapp
     Raises:
         ConfigError: see `resume`, or a science field differs; both values are named.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"run_dir {folder} is a file; give a folder")
+    _check_folder(folder)
     known = read_config(folder) if (folder / "config.json").is_file() else None
-    if known is None and folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(f"run_dir {folder} holds other files and no config.json; give a new or empty folder")
     if known is not None and resume == "never":
         raise ConfigError(f"run_dir {folder} is in use and resume='never'; give a new folder, or resume='auto' to continue it")
     if known is not None:
         _check_science(folder, known, config)
-    checkpoint = find_checkpoint(folder) if any(_checkpoints(folder)) else None
+    checkpoint = find_checkpoint(folder) if checkpoints(folder) else None
     if checkpoint is None and resume == "must":
         raise ConfigError(f"run_dir {folder} has no valid checkpoint and resume='must'; use resume='auto' to start it")
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -126,71 +164,49 @@ def _record_change(folder: Path, known: TrainConfig | None, config: TrainConfig)
 
 
 def append_metrics(folder: Path, row: Mapping[str, Any]) -> None:
-    """Add one row to `metrics.jsonl`."""
-    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(row) + "\n")
+    """Add one row to `metrics.jsonl`, in one write, so that a row is there once this returns, whatever kills the process then."""
+    with (folder / METRICS).open("ab") as lines:
+        lines.write(f"{json.dumps(row)}\n".encode())
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """All whole rows of `metrics.jsonl`; a line cut short by a kill is left out."""
-    path = folder / "metrics.jsonl"
+    return _read_rows(folder / METRICS)
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        rows += [row] if isinstance(row, dict) and "step" in row else []
+        rows += [row] if isinstance(row, dict) and isinstance(row.get("step"), int) else []
     return rows
 
 
+def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    scratch = path.with_name(f".{path.name}")
+    scratch.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    os.replace(scratch, path)
+
+
 def rewind_metrics(folder: Path, step: int) -> None:
-    """Move the rows beyond `step` to `metrics.discarded.jsonl`: they are about to be computed again."""
-    rows = read_metrics(folder)
-    beyond = [row for row in rows if row["step"] > step]
-    if beyond:
-        with (folder / "metrics.discarded.jsonl").open("a", encoding="utf-8") as lines:
-            lines.writelines(json.dumps(row) + "\n" for row in beyond)
-    scratch = folder / ".metrics.jsonl"
-    scratch.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step), encoding="utf-8")
-    os.replace(scratch, folder / "metrics.jsonl")
+    """Move the rows beyond `step`, which are about to be computed again, and those out of order to `metrics.discarded.jsonl`."""
+    kept: list[dict[str, Any]] = []
+    discarded: list[dict[str, Any]] = []
+    for row in read_metrics(folder):
+        in_order = row["step"] <= step and (not kept or row["step"] > kept[-1]["step"])
+        (kept if in_order else discarded).append(row)
+    if discarded:  # first: a kill between the two files leaves these rows in both, and never in neither
+        _write_rows(folder / DISCARDED, _read_rows(folder / DISCARDED) + discarded)
+    _write_rows(folder / METRICS, kept)
 
 
-def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
-    """Write `checkpoints/step-XXXXXXXX/`: one safetensors file a group of tensors, `state.json`, and a manifest of hashes last.
-
-    Args:
-        folder: the run folder.
-        step: optimizer steps done.
-        tensors: groups ("weights", "ema", "exp_avg", ...) of tensors by parameter name.
-        state: everything scalar.
-    """
-    from safetensors.torch import save_file
-
-    final = folder / "checkpoints" / f"step-{step:08d}"
-    scratch = final.with_name(f".{final.name}.{os.getpid()}")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    for name, group in tensors.items():
-        save_file({key: tensor.detach().contiguous().cpu() for key, tensor in group.items()}, scratch / f"{name}.safetensors")
-    write_json(scratch / "state.json", {"step": step, **state})
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": file_hash(path)} for path in sorted(scratch.iterdir())}
-    write_json(scratch / "manifest.json", files)
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(scratch, final)
-    _prune(folder)
-    return final
-
-
-def _prune(folder: Path) -> None:
-    there = sorted(_checkpoints(folder), key=checkpoint_step, reverse=True)
-    oldest = [path for path in there[: 2 * KEEP_CHECKPOINTS] if is_valid(path)][:KEEP_CHECKPOINTS][-1:]
-    for old in there[there.index(oldest[0]) + 1 :] if oldest else []:
-        shutil.rmtree(old)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return [path for path in (folder / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a run folder, valid or not, newest first."""
+    there = [path for path in (folder / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(there, key=checkpoint_step, reverse=True)
 
 
 def checkpoint_step(checkpoint: Path) -> int:
@@ -198,17 +214,41 @@ def checkpoint_step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside its tensors.
+
+    Raises:
+        ConfigError: it is missing or damaged.
+    """
+    return _read_table(checkpoint / "state.json")
+
+
 def is_valid(checkpoint: Path) -> bool:
     """Whether every file of a checkpoint is there with the size and hash of its manifest."""
+    return damaged_file(checkpoint) is None
+
+
+def damaged_file(checkpoint: Path) -> str | None:
+    """The first file of a checkpoint that is not what the manifest says, or None where all are."""
     try:
-        files = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        files = _read_table(checkpoint / "manifest.json")
+    except ConfigError:
+        return "manifest.json"
+    if not {"weights.safetensors", "state.json"} <= set(files) or not all(isinstance(about, dict) for about in files.values()):
+        return "manifest.json"
+    unfit = (name for fits in (_has_size, _has_hash) for name, about in files.items() if not fits(checkpoint / name, about))
+    return next(unfit, None)
+
+
+def _has_size(path: Path, about: Mapping[str, Any]) -> bool:
+    return path.is_file() and path.stat().st_size == about.get("bytes")
+
+
+def _has_hash(path: Path, about: Mapping[str, Any]) -> bool:
+    try:
+        return file_hash(path) == about.get("sha256")
+    except OSError:  # a disk that cannot give its bytes back
         return False
-    if not isinstance(files, dict) or not {"weights.safetensors", "state.json"} <= set(files):
-        return False
-    paths = {checkpoint / name: wanted for name, wanted in files.items()}
-    sizes_fit = all(path.is_file() and path.stat().st_size == wanted["bytes"] for path, wanted in paths.items())
-    return sizes_fit and all(file_hash(path) == wanted["sha256"] for path, wanted in paths.items())
 
 
 def find_checkpoint(folder: Path, which: str | int = "latest") -> Path:
@@ -217,7 +257,7 @@ def find_checkpoint(folder: Path, which: str | int = "latest") -> Path:
     Raises:
         ConfigError: there is none, with the steps that are there.
     """
-    there = sorted(_checkpoints(folder), key=checkpoint_step, reverse=True)
+    there = checkpoints(folder)
     wanted = [path for path in there if which == "latest" or checkpoint_step(path) == int(which)]
     for checkpoint in wanted:
         if is_valid(checkpoint):
@@ -230,3 +270,14 @@ def find_checkpoint(folder: Path, which: str | int = "latest") -> Path:
 def stop_requested(folder: Path) -> bool:
     """Whether somebody asked this run to stop after the present step."""
     return (folder / "stop").exists()
+
+
+def grace_s(folder: Path, asked: float | None) -> float:
+    """Seconds that a run gets to stop: those asked for, or else the larger of 60 and three times its last save."""
+    if asked is not None:
+        return asked
+    try:
+        last = float(_read_table(folder / LAST_SAVE)["seconds"])
+    except (ConfigError, KeyError, TypeError, ValueError):
+        last = 0.0
+    return max(LEAST_GRACE_S, 3 * last)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sdlab import evaluate, presets
-from sdlab.config import TrainConfig, accumulation_steps, near_path
+from sdlab import evaluate, presets, stages
+from sdlab.config import TrainConfig, near_path
 
 Row = Mapping[str, Any]
 MISSING = "\u2013"
@@ -153,26 +153,34 @@ def bucket_table(manifest: Row) -> Table:
     return Table(columns, tuple(rows))
 
 
-def run_table(config: TrainConfig) -> Table:
-    """What a run is about to do, field by field with units; fields that were overridden are marked."""
-    recipe, micro = config.recipe, config.micro_batch_size
+def run_table(config: TrainConfig, plan: stages.Plan) -> Table:
+    """What a run is about to do and to take, field by field with units; fields that were overridden are marked."""
+    recipe = config.recipe
+    ranks = f"{config.devices} on each of {config.num_nodes} nodes" if config.num_nodes > 1 else f"{config.devices}"
     rows: list[tuple[str, Any, str]] = [
         ("recipe", presets.label(config.preset, config.stage, config.overrides), ""),
+        ("parameters", f"{plan.parameters:,}", "of the UNet"),
         ("resolution", recipe.resolution, "pixels a side"),
         ("starts from", config.init_from or "random weights", f"SHA-256 {config.parent_hash[:12]}" if config.parent_hash else ""),
         ("data_dir", config.data_dir, f"content key {config.data_key[:12]}"),
-        ("max_steps", config.max_steps, "optimizer steps"),
-        ("samples in all", config.max_steps * recipe.global_batch_size, "samples"),
+        ("val_data_dir", config.val_data_dir or "no validation", f"every {config.val_every} steps" if config.val_every else ""),
+        ("max_steps", f"{config.max_steps:,}", "optimizer steps"),
+        ("samples in all", f"{plan.samples:,}", f"samples, {plan.epochs:.3g} epochs"),
         ("global_batch_size", recipe.global_batch_size, "samples an optimizer step"),
-        ("micro_batch_size", micro, "samples a forward"),
-        ("accumulation_steps", accumulation_steps(recipe.global_batch_size, micro, world_size=1), "forwards an optimizer step"),
+        ("ranks", ranks, f"strategy {config.strategy}" if config.world_size > 1 else "process"),
+        ("micro_batch_size", config.micro_batch_size, "samples a rank a forward"),
+        ("accumulation_steps", config.accumulation_steps, "forwards a rank an optimizer step"),
         ("learning_rate", recipe.learning_rate, f"{recipe.lr_schedule} after {recipe.warmup_steps} steps of warm-up"),
         ("schedule_steps", recipe.schedule_steps, "optimizer steps"),
         ("precision", recipe.precision, ""),
         ("prediction_type", config.networks.prediction_type, ""),
         ("caption_drop_prob", recipe.caption_drop_prob, "share of captions"),
+        ("noise_offset", recipe.noise_offset, "standard deviation a channel"),
+        ("min_snr_gamma", recipe.min_snr_gamma, ""),
         ("ema_decay", recipe.ema_decay, "a step"),
         ("seed", config.seed, ""),
+        ("memory", f"{plan.memory_bytes / 1e9:.2f}", f"GB a rank before activations, of {plan.available_bytes / 1e9:.1f}"),
+        ("disk", f"{plan.disk_bytes / 1e9:.2f}", "GB at most for checkpoints and pipeline"),
     ]
     marked = frozenset(index for index, (name, _, _) in enumerate(rows) if name in config.overrides)
     return Table(("setting", "value", "unit"), tuple(rows), marked)

@@ -2,389 +2,344 @@
 
 from __future__ import annotations
 
-import logging
+import json
+import math
 import shutil
-import signal
-import threading
-import time
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_fabric import Fabric
+from lightning_fabric.strategies import DDPStrategy
 from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional as F
 
-from sdlab import launch, models, optim, presets, runs, sample
+from sdlab import launch, models, optim, parents, runs, sample, stages
 from sdlab.batches import Batch, Batches
 from sdlab.cache import Cache, open_cache
-from sdlab.config import ConfigError, Networks, Stage, TrainConfig, build, check_resolution, resolve_path
+from sdlab.checkpoints import Checkpoints, NoSpace
+from sdlab.config import Stage, TrainConfig, resolve_path
+from sdlab.report import Follow, OnRows, Outcome, Report
+from sdlab.state import State, drawing, make_fabric, restore, save
 
 PREVIEW_COUNT = 8
-
-logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
-warnings.filterwarnings("ignore", message="The `srun` command is available")
+VALIDATION_COUNT = 256
+"""Rows that the validation loss is measured on, at most."""
+MOST_SKIPPED = 20
+"""Skipped steps in a row that end a run."""
 
 
 class TrainingFailed(RuntimeError):
     """A run that cannot go on; the message names the step and what is left on disk."""
 
 
-def configure(
-    *,
-    preset: str,
-    stage: str,
-    data_dir: str,
-    overrides: Mapping[str, Any] | None = None,
-    init_from: str | None = None,
-    seed: int = 0,
-    devices: str | int = "auto",
-    max_steps: int | None = None,
-    global_batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    precision: str | None = None,
-    save_every: int = 200,
-    log_every: int = 10,
-    preview_every: int = 0,
-) -> TrainConfig:
-    """Check everything that a run needs and put it into one config, before any training.
-
-    Args:
-        preset: a family's name or file.
-        stage: a stage of it.
-        data_dir: what notebook 01 wrote.
-        overrides: recipe fields to change.
-        init_from: a run folder, pipeline folder or "tiny" whose UNet this run starts from; a stage with a parent needs it.
-        seed: of weights, order, noise and drops.
-        devices: "auto" or 1: the first GPU, or the CPU.
-        max_steps: where this call stops; None for the stage's `schedule_steps`.
-        global_batch_size: samples an optimizer step; None for the stage's.
-        micro_batch_size: samples a forward; None for the stage's, or the global batch size where that is smaller.
-        precision: "32-true" or "bf16-mixed"; None for the stage's.
-        save_every: optimizer steps between checkpoints.
-        log_every: optimizer steps between rows of metrics.
-        preview_every: optimizer steps between preview pictures; 0 for none.
-
-    Raises:
-        ConfigError: anything that does not fit, before work.
-    """
-    family = presets.get(preset)
-    chosen = {"global_batch_size": global_batch_size, "precision": precision}
-    changes = {**(overrides or {}), **{key: value for key, value in chosen.items() if value is not None}}
-    recipe = presets.stage(family, stage, changes)
-    check_parent(recipe, stage, init_from)
-    models.check_networks(family.networks)
-    factor = models.vae_factor(family.networks)
-    check_resolution(recipe.resolution, vae_factor=factor, unet_factor=models.unet_factor(family.networks))
-    cache = open_cache(data_dir, recipe.resolution)
-    _check_encoders(cache, family.networks)
-    parent = models.load(init_from, weights="auto") if init_from else None
-    if parent is not None:
-        models.check_fit(models.unet_shapes(family.networks), parent.unet.state_dict(), source=parent.name)
-    values = {
-        "preset": preset,
-        "stage": stage,
-        "overrides": changes,
-        "networks": family.networks,
-        "recipe": recipe,
-        "seed": seed,
-        "data_key": cache.key,
-        "data_dir": str(resolve_path(data_dir)),
-        "init_from": init_from,
-        "parent_hash": parent.weights_hash if parent is not None else None,
-        "devices": devices,
-        "max_steps": recipe.schedule_steps if max_steps is None else max_steps,
-        "micro_batch_size": min(recipe.micro_batch_size, recipe.global_batch_size) if micro_batch_size is None else micro_batch_size,
-        "save_every": save_every,
-        "log_every": log_every,
-        "preview_every": preview_every,
-    }
-    return build(TrainConfig, values, where=presets.label(preset, stage, changes))
-
-
-def check_parent(recipe: Stage, stage: str, init_from: str | None) -> None:
-    """Refuse a stage that starts from another one without its weights, and the other way round.
-
-    Raises:
-        ConfigError: with what to give.
-    """
-    if recipe.parent and not init_from:
-        raise ConfigError(f"stage {stage!r} starts from {recipe.parent!r}: give init_from, the run folder of a finished {recipe.parent!r}")
-    if init_from and not recipe.parent:
-        raise ConfigError(f"stage {stage!r} starts from random weights: leave out init_from={init_from!r}")
-
-
-def _check_encoders(cache: Cache, networks: Networks) -> None:
-    """Refuse data that other frozen parts encoded.
-
-    Raises:
-        ConfigError: with the parts that differ.
-    """
-    used = models.hash_frozen(networks)
-    other = [part for part, digest in used.items() if cache.manifest["encoders"].get(part) != digest]
-    if other:
-        parts = " and ".join(other)
-        raise ConfigError(f"data_dir {cache.folder} was encoded by another {parts}; prepare it with this preset (notebook 01)")
-
-
-@dataclass
-class _State:
-    """What a run carries from step to step."""
-
-    fabric: Fabric
-    unet: Any
-    optimizer: Any
-    ema: optim.Ema | None
-    step: int
-
-
-def train(config: TrainConfig, run_dir: str | Path, *, resume: runs.Resume = "auto") -> dict[str, Any]:
+def train(
+    config: TrainConfig, run_dir: str | Path, *, resume: runs.Resume = "auto", detach: bool = False, on_rows: OnRows | None = None
+) -> dict[str, Any]:
     """Train until `config.max_steps` or until asked to stop, and return the content of `result.json`.
 
-    An interrupt (or a file `stop` in the run folder) ends the run after the present step with a checkpoint and status "stopped".
+    On one CPU process this happens here, else on ranks of their own. An interrupt, SIGTERM or a file `stop` in the run folder ends the run
+    after the present step with a checkpoint and status "stopped".
 
     Args:
-        config: of `configure`.
+        config: of `stages.configure`.
         run_dir: the run folder; made, or continued from its newest valid checkpoint.
         resume: see `runs.open_run`.
+        detach: leave the run to ranks of its own and return at once, with status "started".
+        on_rows: called with the rows of `metrics.jsonl` when there are new ones.
 
     Raises:
         ConfigError: the folder does not fit, or the disk is too full; nothing is changed then.
         TrainingFailed: the loss stopped being finite.
+        RuntimeError: a rank died, with its traceback or how it was ended.
     """
     folder = resolve_path(run_dir)
-    parent = models.load(config.init_from, weights="auto") if config.init_from else None
-    _check_disk(folder, config)
-    checkpoint = runs.open_run(folder, config, resume=resume, lineage=_lineage(config, parent))
-    state = _restore(config, parent, checkpoint)
-    runs.rewind_metrics(folder, state.step)
-    print(f"{folder}: continues from step {state.step}" if state.step else f"{folder}: starts at step 1")
-    frozen = models.load_frozen(config.networks)
-    started = time.monotonic()
+    follow = Follow(folder, on_rows) if on_rows is not None else _nothing
+    alone = config.world_size == 1 and launch.device().type == "cpu" and not detach
+    with runs.lock(folder):
+        stages.check_disk(config, folder)
+        runs.open_run(folder, config, resume=resume, lineage=_lineage(config))
+        if alone:
+            with launch.asks_to_stop(folder / "stop", runs.grace_s(folder, config.stop_grace_s)):
+                return _run(config, folder, follow)
+    return _run_on_ranks(config, folder, follow, detach=detach)
+
+
+def _run_on_ranks(config: TrainConfig, folder: Path, follow: Callable[[], None], *, detach: bool) -> dict[str, Any]:
+    ranks = launch.Ranks(
+        config.devices,
+        config.num_nodes,
+        config.rendezvous,
+        config.max_restarts,
+        stop=str(folder / "stop"),
+        grace_s=runs.grace_s(folder, config.stop_grace_s),
+    )
+    job = {"verb": "train", "run_dir": str(folder)}
     try:
-        with launch.attention(state.fabric.device), _interrupt_asks_to_stop(folder):
-            status = _loop(config, folder, state, frozen)
-    except Exception as error:
-        _write_result(config, folder, state.step, "failed", started, error=f"{type(error).__name__}: {error}")
+        launch.run_ranks(folder / "job", job, ranks, detach=detach, meanwhile=follow)
+    except RuntimeError as error:
+        if not (folder / "result.json").is_file():
+            newest = max(map(runs.checkpoint_step, runs.checkpoints(folder)), default=0)
+            runs.write_json(folder / "result.json", {"status": "failed", "step": newest, "run_dir": str(folder), "error": str(error)})
         raise
-    _export(config, folder, state, frozen)
-    return _write_result(config, folder, state.step, status, started)
+    if detach:
+        return {"status": "started", "run_dir": str(folder)}
+    return dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
 
 
-def _loop(config: TrainConfig, folder: Path, state: _State, frozen: models.Frozen) -> str:
-    cache = open_cache(config.data_dir, config.recipe.resolution)
+def work(job: Mapping[str, Any], *, rank: int, world_size: int) -> None:
+    """What one rank does."""
+    folder = Path(job["run_dir"])
+    with runs.lock(folder) if rank == 0 else nullcontext():
+        _run(runs.read_config(folder), folder, _nothing)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _run(config: TrainConfig, folder: Path, follow: Callable[[], None]) -> dict[str, Any]:
+    """Train from where the folder is to where the config wants it, on this rank."""
+    fabric = make_fabric(config)
+    state = restore(config, fabric, folder)
+    if state.is_first:
+        runs.rewind_metrics(folder, state.step)
+        print(f"{folder}: continues from step {state.step}" if state.step else f"{folder}: starts at step 1")
+    frozen = models.load_frozen(config.networks)
+    report = Report(config, folder, state.step, shown=state.is_first, follow=follow)
+    try:
+        with launch.attention(fabric.device), Checkpoints(folder, keep_every=config.keep_every) as written:
+            status, reason = _loop(config, folder, state, frozen, report, written)
+    except Exception as error:
+        error.add_note(f"on rank {fabric.global_rank} of {fabric.world_size}, after step {state.step}")
+        if state.is_first:
+            report.result("failed", state.step, error=f"{type(error).__name__}: {error}")
+        raise
+    if not reason:
+        _export(config, folder, state, frozen)
+    return report.result(status, state.step, error=reason) if state.is_first else {}
+
+
+def _loop(config: TrainConfig, folder: Path, state: State, frozen: models.Frozen, report: Report, written: Checkpoints) -> tuple[str, str]:
+    """Train until the end or a stop; the status, and why the run was stopped if nobody asked for it."""
+    batches, cache = _batches(config, state, frozen, config.data_dir, config.recipe)
+    validation = _validation(config, state, frozen)
+    _settle(state, batches, config)
+    stopped, reason = False, ""
+    prefetch = state.fabric.device.type != "cpu"
+    for micro_batches in batches.steps(state.step + 1, config.max_steps, prefetch=prefetch):
+        outcome = _update(state, micro_batches, config, cache, asked=state.is_first and runs.stop_requested(folder))
+        at_end = state.step == config.max_steps or outcome.stop
+        due = {name: every and state.step % every == 0 for name, every in _intervals(config).items()}
+        losses = _validate(state, validation) if validation is not None and (due["validate"] or at_end) else None
+        report(state.step, outcome, losses)
+        if (due["save"] or at_end) and (reason := _save(state, written)):
+            return "stopped", reason
+        if due["preview"]:
+            _preview(config, folder, state, frozen, cache)
+        if outcome.stop and state.step < config.max_steps:
+            stopped = True
+            break
+    report.close()
+    return "stopped" if stopped else "done", reason
+
+
+def _intervals(config: TrainConfig) -> dict[str, int]:
+    return {"save": config.save_every, "validate": config.val_every, "preview": config.preview_every}
+
+
+def _batches(config: TrainConfig, state: State, frozen: models.Frozen, data_dir: str, recipe: Stage) -> tuple[Batches, Cache]:
+    cache = open_cache(data_dir, recipe.resolution)
     batches = Batches(
         cache,
-        config.recipe,
+        recipe,
         config.networks,
         scaling_factor=frozen.scaling_factor,
         micro_batch_size=config.micro_batch_size,
         seed=config.seed,
+        rank=state.fabric.global_rank,
+        world_size=state.fabric.world_size,
         encode_text=frozen.encode_text,
     )
-    report = _Report(config, folder, state.step)
-    stopped = False
-    prefetch = state.fabric.device.type != "cpu"
-    for micro_batches in batches.steps(state.step + 1, config.max_steps, prefetch=prefetch):
-        stopped = runs.stop_requested(folder)
-        if stopped:
-            break
-        rate = optim.learning_rate(config.recipe, state.step + 1)
-        loss, norm = _update(state, micro_batches, rate, config.recipe)
-        state.step += 1
-        if state.ema is not None:
-            state.ema.update(state.unet, state.step)
-        report(state.step, loss, norm, rate, sum(int(batch.dropped.sum()) for batch in micro_batches))
-        if state.step % config.save_every == 0 and state.step < config.max_steps:
-            _save(folder, state)
-        if config.preview_every and state.step % config.preview_every == 0:
-            _preview(config, folder, state, frozen, cache.captions(range(min(PREVIEW_COUNT, len(cache)))))
-    report.close()
-    _save(folder, state)
-    return "stopped" if stopped and state.step < config.max_steps else "done"
+    return batches, cache
 
 
-def _update(state: _State, micro_batches: list[Batch], rate: float, recipe: Stage) -> tuple[float, float]:
-    """One optimizer step: accumulate, clip and check, step; returns the mean loss and the gradient's norm before clipping."""
-    total = torch.zeros((), device=state.fabric.device)
-    state.optimizer.zero_grad()
-    for batch in micro_batches:
-        loss = _loss(state, batch) / len(micro_batches)
-        state.fabric.backward(loss)
-        total += loss.detach()
-    norm = torch.nn.utils.clip_grad_norm_(state.unet.parameters(), recipe.max_grad_norm)
-    if not torch.isfinite(norm) or not torch.isfinite(total):
-        raise TrainingFailed(
-            f"step {state.step + 1}: loss {total.item()}, gradient norm {norm.item()}; give a new run_dir with a lower learning_rate"
-        )
+def _settle(state: State, batches: Batches, config: TrainConfig) -> None:
+    """Let DDP see one backward whose gradients are thrown away: after the first it puts gradients together in another order."""
+    if isinstance(state.fabric.strategy, DDPStrategy) and state.step < config.max_steps:
+        batch = batches.step(state.step + 1)[0]
+        state.fabric.backward(_losses(state, batch).mean())
+        state.optimizer.zero_grad()
+
+
+def _update(state: State, micro_batches: Sequence[Batch], config: TrainConfig, cache: Cache, *, asked: bool) -> Outcome:
+    """One optimizer step: accumulate, clip and check, step, average."""
+    recipe = config.recipe
+    losses = _accumulate(state, micro_batches)
+    clipped = state.fabric.clip_gradients(state.unet, state.optimizer, max_norm=recipe.max_grad_norm, error_if_nonfinite=False)
+    assert clipped is not None
+    norm = optim.whole(clipped).item()
+    told = torch.stack([losses.double().sum(), *_counts(micro_batches, asked, losses)])
+    total, dropped, stop = _summed(state, told).tolist()
+    loss = total / recipe.global_batch_size
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if not finite and state.scaler is None:
+        raise _not_finite(state, micro_batches, losses, loss, norm, cache)
+    rate = optim.learning_rate(recipe, state.updates + 1)
     for group in state.optimizer.param_groups:
         group["lr"] = rate
     state.optimizer.step()
-    return total.item(), norm.item()
+    state.optimizer.zero_grad()
+    _count(state, skipped=not finite)
+    if state.ema is not None and finite:
+        state.ema.update(state.module, state.updates)
+    return Outcome(loss, norm, rate, int(dropped), not finite, stop > 0)
 
 
-def _loss(state: _State, batch: Batch) -> Tensor:
+def _accumulate(state: State, micro_batches: Sequence[Batch]) -> Tensor:
+    """Gradients of the mean loss over all micro-batches, summed over ranks with the last of them; the loss of each sample."""
+    losses = []
+    for number, batch in enumerate(micro_batches, 1):
+        with (
+            state.fabric.no_backward_sync(state.unet, enabled=number < len(micro_batches)) if state.fabric.world_size > 1 else nullcontext()
+        ):
+            each = _losses(state, batch)
+            state.fabric.backward(each.mean() / len(micro_batches))
+        losses.append(each.detach())
+    return torch.cat(losses)
+
+
+def _losses(state: State, batch: Batch) -> Tensor:
+    """The weighted mean squared error of each sample, float32 (B,)."""
     device = state.fabric.device
     inputs = (batch.noisy_latents.to(device), batch.timesteps.to(device))
     model_pred = state.unet(*inputs, encoder_hidden_states=batch.prompt_embeds.to(device), return_dict=False)[0]
-    return F.mse_loss(model_pred.float(), batch.target.to(device))
+    errors = (model_pred.float() - batch.target.to(device)).square().mean(dim=(1, 2, 3))
+    return errors * batch.weights.to(device)
 
 
-def _restore(config: TrainConfig, parent: models.TextToImage | None, checkpoint: Path | None) -> _State:
-    """Weights, moving average and moments at the start of this call: random, handed over, or of a checkpoint."""
-    fabric = Fabric(accelerator=launch.device().type, devices=1, precision=config.recipe.precision)
-    unet = models.build_unet(config.networks, seed=config.seed)
-    if checkpoint is not None:
-        models.hand_over(unet, load_file(checkpoint / "weights.safetensors"), source=str(checkpoint))
-    elif parent is not None:
-        models.hand_over(unet, parent.unet.state_dict(), source=parent.name)
-    unet = unet.train().to(fabric.device)
-    ema = optim.Ema(unet, config.recipe.ema_decay) if config.recipe.ema_decay is not None else None
-    optimizer = optim.make_optimizer(unet, config.recipe)
-    step = 0
-    if checkpoint is not None:
-        step = runs.checkpoint_step(checkpoint)
-        if ema is not None:
-            models.hand_over(ema.module, load_file(checkpoint / "ema.safetensors"), source=str(checkpoint))
-        moments = {moment: load_file(checkpoint / f"{moment}.safetensors") for moment in ("exp_avg", "exp_avg_sq")}
-        optim.restore_optimizer(unet, optimizer, moments, step=step)
-    wrapped, optimizer = fabric.setup(unet, optimizer)
-    return _State(fabric, wrapped, optimizer, ema, step)
+def _summed(state: State, mine: Tensor) -> Tensor:
+    """The sum over all ranks."""
+    summed = state.fabric.all_reduce(mine, reduce_op="sum")
+    assert isinstance(summed, Tensor)
+    return summed
 
 
-def _save(folder: Path, state: _State) -> None:
-    if state.step == 0 or runs.is_valid(folder / "checkpoints" / f"step-{state.step:08d}"):
-        return
-    module = state.unet.module
-    tensors = {"weights": module.state_dict(), **optim.optimizer_tensors(module, state.optimizer)}
-    if state.ema is not None:
-        tensors["ema"] = state.ema.module.state_dict()
-    runs.save_checkpoint(folder, state.step, tensors, {"saved": runs.now()})
+def _counts(micro_batches: Sequence[Batch], asked: bool, like: Tensor) -> Tensor:
+    dropped = sum(int(batch.dropped.sum()) for batch in micro_batches)
+    return torch.tensor([dropped, asked], dtype=torch.float64, device=like.device)
 
 
-def _model(config: TrainConfig, state: _State, frozen: models.Frozen, name: str) -> models.TextToImage:
-    unet, weights = (state.unet.module, "raw") if state.ema is None else (state.ema.module, "ema")
-    return models.TextToImage(frozen, unet, config.networks, name, weights, state.step, "", config.recipe.resolution)
+def _count(state: State, *, skipped: bool) -> None:
+    """Count a step, and end the run when nothing but skipped ones come.
 
-
-def _preview(config: TrainConfig, folder: Path, state: _State, frozen: models.Frozen, captions: list[str]) -> None:
-    """Draw a few captions into `previews/`; a preview that fails is reported and never stops the run."""
-    model = _model(config, state, frozen, str(folder))
-    training = model.unet.training
-    try:
-        images = sample.sample(model, captions, guidance_scale=2.0, seeds=range(len(captions)), batch_size=len(captions))
-        Image.fromarray(images.transpose(2, 0, 3, 1).reshape(images.shape[2], -1, 3)).save(
-            folder / "previews" / f"step-{state.step:08d}.png"
+    Raises:
+        TrainingFailed: the gradients overflow step after step.
+    """
+    state.step += 1
+    state.skipped += skipped
+    state.skipped_in_row = state.skipped_in_row + 1 if skipped else 0
+    if state.skipped_in_row >= MOST_SKIPPED:
+        raise TrainingFailed(
+            f"step {state.step}: the gradients of the last {MOST_SKIPPED} steps were not finite; {_last(state)}; "
+            "give a new run_dir with a lower learning_rate, or precision='bf16-mixed'"
         )
+
+
+def _not_finite(state: State, micro_batches: Sequence[Batch], losses: Tensor, loss: float, norm: float, cache: Cache) -> TrainingFailed:
+    """What to say of a step whose loss or gradient is not finite; all ranks have to call."""
+    rows = torch.cat([batch.indices for batch in micro_batches])
+    mine = rows[~torch.isfinite(losses.cpu())].tolist()
+    bad = [row for part in _gather(mine, state) for row in part]
+    samples = ", ".join(f"{row} ({cache.keys([row])[0]}: {cache.captions([row])[0][:60]!r})" for row in bad[:8])
+    more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
+    where = f"; not finite at rows {samples}{more} of the data" if bad else ""
+    return TrainingFailed(
+        f"step {state.step + 1}: loss {loss}, gradient norm {norm}{where}; {_last(state)}; "
+        "give a new run_dir with a lower learning_rate or longer warmup_steps, or look at those pictures"
+    )
+
+
+def _gather(mine: list[int], state: State) -> list[list[int]]:
+    parts: list[Any] = [mine] * state.fabric.world_size
+    if state.fabric.world_size > 1:
+        torch.distributed.all_gather_object(parts, mine)
+    return parts
+
+
+def _last(state: State) -> str:
+    return f"the checkpoint of step {state.saved_step} is good" if state.saved_step else "there is no checkpoint yet"
+
+
+def _save(state: State, written: Checkpoints) -> str:
+    """Write a checkpoint; why that could not be, where the disk is full."""
+    try:
+        save(state, written)
+    except NoSpace as full:
+        return f"{full}; {_last(state)}; make room and run again"
+    return ""
+
+
+# What is seen while it runs
+
+
+def _validation(config: TrainConfig, state: State, frozen: models.Frozen) -> Batches | None:
+    if config.val_data_dir is None:
+        return None
+    plain = {"caption_drop_prob": 0.0, "noise_offset": 0.0, "min_snr_gamma": None}
+    return _batches(config, state, frozen, config.val_data_dir, config.recipe.model_copy(update=plain))[0]
+
+
+@torch.no_grad()
+def _validate(state: State, batches: Batches) -> list[float | None]:
+    """Mean squared error on fixed rows with fixed noise, by quarter of the timesteps from low noise to high; None for an empty quarter."""
+    placed, rank, world_size = batches.validation(VALIDATION_COUNT), state.fabric.global_rank, state.fabric.world_size
+    sums = torch.zeros(2, 4, dtype=torch.float64, device=state.fabric.device)
+    for first in range(0, len(placed), world_size):
+        batch = batches.validation_batch(placed[min(first + rank, len(placed) - 1)])  # FSDP wants every rank to take part
+        errors = _losses(state, batch).double()
+        if first + rank < len(placed):
+            quarters = (batch.timesteps * 4 // len(batches.alphas)).to(errors.device)
+            sums[0].index_add_(0, quarters, errors)
+            sums[1].index_add_(0, quarters, torch.ones_like(errors))
+    total, count = _summed(state, sums).tolist()
+    return [error / number if number else None for error, number in zip(total, count, strict=True)]
+
+
+def _preview(config: TrainConfig, folder: Path, state: State, frozen: models.Frozen, cache: Cache) -> None:
+    """Draw a few captions into `previews/`; a preview that fails is reported and never stops the run. All ranks have to call."""
+    model = drawing(state, config, frozen, str(folder))
+    if model is None:
+        return
+    try:
+        captions = cache.captions(range(min(PREVIEW_COUNT, len(cache))))
+        runs.write_json(folder / "previews" / "captions.json", captions)
+        images = sample.sample(model, captions, guidance_scale=2.0, seeds=range(len(captions)), batch_size=len(captions))
+        row = images.transpose(2, 0, 3, 1).reshape(images.shape[2], -1, 3)
+        scratch, final = folder / "previews" / ".preview.png", folder / "previews" / f"step-{state.step:08d}.png"
+        Image.fromarray(row).save(scratch)
+        scratch.rename(final)
     except Exception as error:
         print(f"preview of step {state.step} failed: {type(error).__name__}: {error}")
-    finally:
-        model.unet.train(training)
 
 
-def _export(config: TrainConfig, folder: Path, state: _State, frozen: models.Frozen) -> None:
-    """Write `export/`, a diffusers pipeline with the moving average where the stage keeps one."""
-    if state.step == 0:
+def _export(config: TrainConfig, folder: Path, state: State, frozen: models.Frozen) -> None:
+    """Write `export/`, a diffusers pipeline with the moving average where the stage keeps one; all ranks have to call."""
+    model = drawing(state, config, frozen, str(folder)) if state.step else None
+    if model is None:
         return
     scratch = folder / ".export"
     shutil.rmtree(scratch, ignore_errors=True)
-    models.save_pipeline(scratch, _model(config, state, frozen, str(folder)))
+    models.save_pipeline(scratch, model)
     shutil.rmtree(folder / "export", ignore_errors=True)
     scratch.rename(folder / "export")
 
 
-class _Report:
-    """Rows of metrics, and a bar in samples with rate and ETA."""
-
-    def __init__(self, config: TrainConfig, folder: Path, step: int) -> None:
-        self.config, self.folder, self.size = config, folder, config.recipe.global_batch_size
-        self.last_step, self.last_time, self.started = step, time.monotonic(), time.monotonic()
-        self.dropped = 0
-        title = presets.label(config.preset, config.stage, config.overrides)
-        self.bar = launch.progress(total=config.max_steps * self.size, initial=step * self.size, title=title, unit=" samples")
-
-    def __call__(self, step: int, loss: float, norm: float, rate: float, dropped: int) -> None:
-        self.bar.update(self.size)
-        self.dropped += dropped
-        if step % self.config.log_every and step != self.config.max_steps:
-            return
-        now = time.monotonic()
-        row = {
-            "step": step,
-            "samples_seen": step * self.size,
-            "loss": loss,
-            "learning_rate": rate,
-            "grad_norm": norm,
-            "caption_drop_rate": self.dropped / ((step - self.last_step) * self.size),
-            "samples_per_second": (step - self.last_step) * self.size / (now - self.last_time),
-            "elapsed_s": now - self.started,
-        }
-        runs.append_metrics(self.folder, row)
-        self.bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        self.last_step, self.last_time, self.dropped = step, now, 0
-
-    def close(self) -> None:
-        self.bar.close()
-
-
-@contextmanager
-def _interrupt_asks_to_stop(folder: Path) -> Iterator[None]:
-    """Turn the first interrupt into a request to stop after the step; the second one interrupts at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ask(number: int, frame: Any) -> None:
-        if (folder / "stop").exists():
-            raise KeyboardInterrupt
-        (folder / "stop").touch()
-        print("stopping after this step, with a checkpoint; interrupt again to stop at once")
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _check_disk(folder: Path, config: TrainConfig) -> None:
-    """Refuse to start where not even two checkpoints fit."""
-    parameters = models.count_unet(config.networks)
-    needed = 2 * 16 * parameters
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(there).free
-    if free < needed:
-        sizes = f"{free / 1e9:.1f} GB are free and two checkpoints need {needed / 1e9:.1f} GB"
-        raise ConfigError(f"run_dir {folder}: {sizes}; make room or give another folder")
-
-
-def _lineage(config: TrainConfig, parent: models.TextToImage | None) -> dict[str, Any]:
-    if parent is None:
+def _lineage(config: TrainConfig) -> dict[str, Any]:
+    if config.init_from is None:
         return {"parent": None, "overrides": config.overrides}
-    handed = {"path": str(resolve_path(parent.name)) if parent.name != "tiny" else "tiny", "weights": parent.weights, "step": parent.step}
+    parent = parents.load_parent(config.init_from, weights=config.init_weights)
+    handed = {"path": parent.path, "weights": parent.weights, "step": parent.step, "sha256": parent.weights_hash}
     reset = ["optimizer", "ema", "learning-rate schedule", "step"]
-    return {"parent": {**handed, "sha256": parent.weights_hash}, "reset": reset, "overrides": config.overrides}
-
-
-def _write_result(config: TrainConfig, folder: Path, step: int, status: str, started: float, *, error: str | None = None) -> dict[str, Any]:
-    rows = runs.read_metrics(folder)
-    result = {
-        "status": status,
-        "step": step,
-        "max_steps": config.max_steps,
-        "samples_seen": step * config.recipe.global_batch_size,
-        "loss": rows[-1]["loss"] if rows else None,
-        "elapsed_s": round(time.monotonic() - started, 3),
-        "run_dir": str(folder),
-        "export": str(folder / "export") if error is None and step else None,
-        "error": error,
-    }
-    runs.write_json(folder / "result.json", result)
-    return result
+    return {"parent": handed, "reset": reset, "overrides": config.overrides}

@@ -1,4 +1,4 @@
-"""What a person clicks: a panel that draws again whenever a knob is turned."""
+"""What a person clicks: a panel that draws again whenever a knob is turned, and one that watches a training."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import ipywidgets
@@ -15,8 +16,9 @@ import numpy as np
 from IPython.core.getipython import get_ipython
 from PIL import Image
 
-from sdlab import diffusion, models, sample, solvers
+from sdlab import diffusion, models, plots, sample, solvers
 from sdlab.config import ConfigError
+from sdlab.watch import RunPanel, loss_curve, status_line, watch
 
 Interactive = Literal["auto"] | bool
 MOST_PICTURES = 16
@@ -87,6 +89,18 @@ def panel_or_grid(
         return panel(model, request, guidance=guidance)
     print(request)
     return sample.tile(_draw(model, request, guidance), columns=COLUMNS)
+
+
+def watch_or_picture(run_dir: str | Path, *, interactive: Interactive = "auto") -> RunPanel | plots.Picture:
+    """The panel of `watch` where somebody can click, else the loss curve, with a printed line that says how far the training is.
+
+    Raises:
+        ConfigError: `run_dir` is no run folder, or its config is damaged.
+    """
+    if interactive_wanted(interactive):
+        return watch(run_dir)
+    print(status_line(run_dir))
+    return loss_curve(run_dir)
 
 
 def _draw(

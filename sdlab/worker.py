@@ -1,69 +1,174 @@
-"""The process that does one verb on one rank: `python -m sdlab.worker FOLDER`, with the job in `FOLDER/job.json`.
+"""The process that does one verb on one rank, `python -m sdlab.worker FOLDER`, and the one that keeps a node's ranks, with `--supervise`.
 
-Rank and world size come from RANK, LOCAL_RANK and WORLD_SIZE, or from SLURM. It ends with the process that started it, whose
-end closes its standard input.
+The job lies in `FOLDER/job.json`. The second is torchrun with three differences: with `--attached` it ends with the process that started
+it, whose end closes its standard input; the first SIGTERM asks ranks that can be stopped in order to do so; and how ranks failed is
+written to the folder. No rank outlives it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+SET_PARENT_DEATH_SIGNAL = 1
+
 
 def main() -> None:
-    """Do the job; a failure is written to `FOLDER/error-RANK.json`."""
-    folder = Path(sys.argv[1])
-    for name, slurm in (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID"), ("WORLD_SIZE", "SLURM_NTASKS")):
-        os.environ.setdefault(name, os.environ.get(slurm, "1" if name == "WORLD_SIZE" else "0"))
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    threading.Thread(target=_leave_with_the_starter, daemon=True).start()
+    """Supervise, or do the job of one rank."""
+    folder = Path(sys.argv[-1])
     if not folder.is_dir():
-        print(f"{folder} is not there on {socket.gethostname()}; data_dir has to lie where all nodes see it", file=sys.stderr)
+        print(f"{folder} is not there on {socket.gethostname()}; it has to lie where all nodes see it", file=sys.stderr)
         _leave(1)
+    if "--supervise" in sys.argv:
+        _leave(_supervise(folder, attached="--attached" in sys.argv))
+    _work(folder)
+
+
+# The supervisor of a node
+
+
+def _supervise(folder: Path, *, attached: bool) -> int:
+    """Run the ranks of this node; the exit code."""
+    ranks = _read_job(folder)["ranks"]
+    signal.signal(signal.SIGTERM, _Stop(ranks))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if attached:
+        threading.Thread(target=_follow_the_starter, daemon=True).start()
+
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=ranks["num_nodes"],
+        max_nodes=ranks["num_nodes"],
+        nproc_per_node=ranks["devices"],
+        run_id=ranks["run_id"],
+        rdzv_backend="c10d",
+        rdzv_endpoint=ranks["endpoint"],
+        local_addr="127.0.0.1" if ranks["num_nodes"] == 1 else None,
+        max_restarts=ranks["max_restarts"],
+        logs_specs=DefaultLogsSpecs(os.devnull),
+        signals_to_handle="SIGQUIT",  # the others are handled here
+        shutdown_timeout=ranks["shutdown_s"],
+    )
     try:
+        elastic_launch(config, sys.executable)("-m", "sdlab.worker", str(folder))
+    except ChildFailedError as error:
+        failures = [{"rank": rank, "exit_code": one.exitcode, "time": one.timestamp} for rank, one in error.failures.items()]
+        with suppress(OSError):  # a full disk, for example; what was said last is told too
+            (folder / f"failures-{socket.gethostname()}-{os.getpid()}.json").write_text(json.dumps(failures), encoding="utf-8")
+        return 1
+    except SignalException:
+        return 1
+    return 0
+
+
+class _Stop:
+    """What SIGTERM does: the first asks the ranks to stop in order, a second one or too long a wait ends them."""
+
+    def __init__(self, ranks: dict[str, Any]) -> None:
+        self.file, self.grace_s = ranks["stop"], ranks["grace_s"]
+
+    def __call__(self, number: int, _: object) -> None:
+        if self.file is None or Path(self.file).exists():
+            from torch.distributed.elastic.multiprocessing import SignalException
+
+            raise SignalException("told to end", sigval=signal.Signals(number))
+        Path(self.file).touch()
+        timer = threading.Timer(self.grace_s, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.daemon = True
+        timer.start()
+
+
+def _follow_the_starter() -> None:
+    while os.read(0, 1 << 12):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+# A rank
+
+
+def _work(folder: Path) -> None:
+    """Do the job; a failure is written to `FOLDER/error-RANK.json`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    error_file = folder / f"error-{rank}.json"
+    try:
+        error_file.unlink(missing_ok=True)
         if rank:
             log = os.open(folder / f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
             os.dup2(log, 1)
             os.dup2(log, 2)
-        _do(json.loads((folder / "job.json").read_text(encoding="utf-8")), rank, world_size)
+        sys.stdout, sys.stderr = _Forgiving(sys.stdout), _Forgiving(sys.stderr)
+        _do(_read_job(folder), rank, world_size)
     except BaseException as error:
-        _write_error(folder, rank, error)
+        _write_error(error_file, rank, error)
         _leave(1)
     _leave(0)
 
 
+class _Forgiving:
+    """A stream that may be written to when nobody reads it any more, or when there is no room for it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, if that can be."""
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, if that can be."""
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _read_job(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "job.json").read_text(encoding="utf-8")))
+
+
 def _do(job: dict[str, Any], rank: int, world_size: int) -> None:
-    from sdlab import prepare
+    if job["verb"] == "prepare":
+        from sdlab import prepare
 
-    {"prepare": prepare.work}[job["verb"]](job, rank=rank, world_size=world_size)
+        prepare.work(job, rank=rank, world_size=world_size)
+    else:
+        from sdlab import train
+
+        train.work(job, rank=rank, world_size=world_size)
 
 
-def _leave_with_the_starter() -> None:
-    while os.read(0, 1 << 12):
-        pass
-    os._exit(1)
-
-
-def _write_error(folder: Path, rank: int, error: BaseException) -> None:
+def _write_error(path: Path, rank: int, error: BaseException) -> None:
     from sdlab import runs
     from sdlab.config import ConfigError
 
     about = {"rank": rank, "time": time.time(), "config_error": isinstance(error, ConfigError)}
     try:
-        runs.write_json(folder / f"error-{rank}.json", {**about, "message": str(error), "traceback": traceback.format_exc()})
+        runs.write_json(path, {**about, "message": str(error), "traceback": traceback.format_exc()})
     except OSError:  # a full disk, for example; what was said last is told too
         traceback.print_exc()
 
 
 def _leave(code: int) -> None:
-    """At once: an interpreter that shuts down with threads and pools of other libraries now and then aborts."""
+    """At once: an interpreter that shuts down with threads, pools and process groups of other libraries now and then aborts."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -21,6 +21,10 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
         signal.signal(_number, _handler)
 
 
+in_ci = pytest.mark.skipif(os.environ.get("CI") != "true", reason="takes long; runs where CI=true")
+"""Marks a test that is left out of a user's quick run."""
+
+
 def needs(part: str, there: bool) -> None:
     """Skip with a reason where a part is not installed; fail in CI, where it has to be."""
     if not there and os.environ.get("CI") == "true":

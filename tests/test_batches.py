@@ -53,6 +53,9 @@ class Memory:
             "prompt_embeds": index.view(-1, 1, 1).expand(-1, *self.null_embeds.shape),
         }
 
+    def __len__(self) -> int:
+        return sum(bucket.count for bucket in self.buckets)
+
     def bucket(self, row: int) -> Bucket:
         return next(one for one in self.buckets if one.first <= row < one.first + one.count)
 
@@ -313,3 +316,44 @@ def test_cached_text_states_are_not_encoded_again(cache: Cache) -> None:
 def test_batch_sizes_that_do_not_divide_are_refused(cache: Cache, micro_batch_size: int, world_size: int) -> None:
     with pytest.raises(ConfigError, match=f"global_batch_size=8 is not a multiple of micro_batch_size={micro_batch_size}"):
         make(cache, micro_batch_size=micro_batch_size, world_size=world_size)
+
+
+# Options
+
+
+def test_offset_noise_shifts_each_channel_as_a_whole_and_draws_nothing_else(cache: Cache) -> None:
+    plain, shifted = make(cache).step(1)[0], make(cache, noise_offset=0.5).step(1)[0]
+    assert torch.equal(plain.timesteps, shifted.timesteps) and torch.equal(plain.dropped, shifted.dropped)
+    _, sigma = batches.diffusion.signal_and_noise(make(cache).alphas, plain.timesteps)
+    shift = (shifted.noisy_latents - plain.noisy_latents) / sigma
+    assert torch.allclose(shift, shift.mean(dim=(2, 3), keepdim=True).expand_as(shift), atol=1e-4)
+    means = torch.cat(
+        [(make(cache, noise_offset=0.5).step(n)[0].target - make(cache).step(n)[0].target).mean(dim=(2, 3)) for n in range(1, 30)]
+    )
+    assert means.std() > 0.1
+    assert not torch.equal(plain.target, shifted.target)
+
+
+def test_a_min_snr_weight_reaches_the_batch(cache: Cache) -> None:
+    plain, weighed = make(cache).step(1)[0], make(cache, min_snr_gamma=5.0).step(1)[0]
+    assert torch.equal(plain.weights, torch.ones(8)) and (weighed.weights <= 1).all() and weighed.weights.std() > 0
+    assert torch.equal(plain.noisy_latents, weighed.noisy_latents)
+
+
+def test_validation_is_the_same_for_every_seed_rank_and_batch_size_and_even_over_the_timesteps(cache: Cache) -> None:
+    def rows(made: batches.Batches) -> dict[int, tuple[int, torch.Tensor]]:
+        shown = [made.validation_batch(placed) for placed in made.validation(16)]
+        return {int(b.indices[n]): (int(b.timesteps[n]), b.noisy_latents[n]) for b in shown for n in range(len(b.indices))}
+
+    plain = {"caption_drop_prob": 0.0}
+    one, other = rows(make(cache, **plain)), rows(make(cache, seed=99, micro_batch_size=2, rank=1, world_size=2, **plain))
+    assert len(one) == 16 and one.keys() == other.keys()
+    assert all(one[row][0] == other[row][0] and torch.equal(one[row][1], other[row][1]) for row in one)
+    assert Counter(timestep // 250 for timestep, _ in one.values()) == {0: 4, 1: 4, 2: 4, 3: 4}
+
+
+def test_validation_batches_have_one_shape_each() -> None:
+    made = make(Memory(5, 9, 2), caption_drop_prob=0.0)
+    batches_of = [[row for _, row in placed] for placed in made.validation(100)]
+    assert sorted(row for rows in batches_of for row in rows) == list(range(16))
+    assert all(len({made.cache.bucket(row) for row in rows}) == 1 for rows in batches_of)

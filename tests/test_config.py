@@ -45,3 +45,9 @@ def test_relative_paths_start_at_the_project_from_inside_its_notebooks(tmp_path:
     (tmp_path / "papermill_runs").mkdir()
     assert config.resolve_path("out") == tmp_path / "out"
     assert config.resolve_path("/a/b") == Path("/a/b")
+
+
+def test_an_epsilon_model_cannot_have_a_last_timestep_without_signal():
+    networks = {"frozen": "tiny", "unet": {}, "prediction_type": "epsilon", "noise_schedule": {"rescale_betas_zero_snr": True}}
+    with pytest.raises(config.ConfigError, match="nothing to learn at the last timestep"):
+        config.build(config.Networks, networks, where="here")

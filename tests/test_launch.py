@@ -25,25 +25,26 @@ STAND_IN = """\
 #!{python}
 import os, runpy, signal, sys, time, types
 from pathlib import Path
-{body}
+sys.executable = {path!r}
+exec({supervisor!r} if "--supervise" in sys.argv else {body!r})
 del sys.argv[:2]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
-"""What is started instead of Python, to say something before `sdlab.worker` starts."""
+"""What is started instead of Python, to do something before `sdlab.worker` starts on a rank."""
 WORK = """\
 import sdlab
 from sdlab.config import ConfigError
 def work(job, *, rank, world_size):
-    folder = Path(sys.argv[1])
+    folder = Path(sys.argv[-1])
 {lines}
 sdlab.prepare = types.SimpleNamespace(work=work)
 """
 Run = Callable[..., None]
 
 
-def stand_in(path: Path, body: str) -> str:
+def stand_in(path: Path, body: str, supervisor: str = "") -> str:
     """Write what is to be started instead of Python."""
-    path.write_text(STAND_IN.format(python=PYTHON, body=body))
+    path.write_text(STAND_IN.format(python=PYTHON, path=str(path), body=body, supervisor=supervisor))
     path.chmod(0o755)
     return str(path)
 
@@ -130,7 +131,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str) -> Iterator[
 
     def run(lines: str, *, devices: int = 2) -> None:
         monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "python", work(lines)))
-        launch.run_ranks(tmp_path / "job", {"verb": "prepare"}, devices=devices, num_nodes=1)
+        launch.run_ranks(tmp_path / "job", {"verb": "prepare"}, launch.Ranks(devices))
 
     yield run
     assert not left(mark)
@@ -216,25 +217,26 @@ def test_a_rank_that_dies_is_told_with_how_it_died_and_what_it_said_last(run: Ru
 
 
 def test_an_error_that_cannot_be_written_down_is_told_too(run: Run) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)a rank left with exit code 1; what it said last:.*OSError: the disk is full"):
+    with pytest.raises(RuntimeError, match=r"(?s)what supervises the ranks .*OSError: the disk is full"):
         run("import shutil\nshutil.rmtree(folder)\nraise OSError('the disk is full')", devices=1)
 
 
 def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", stand_in(tmp_path / "python", 'sys.argv[-1] = "/nowhere/job"'))
-    with pytest.raises(RuntimeError, match=r"/nowhere/job is not there on .*data_dir has to lie where all nodes see it"):
-        launch.run_ranks(tmp_path / "job", {"verb": "prepare"}, devices=1, num_nodes=1)
+    with pytest.raises(RuntimeError, match=r"/nowhere/job is not there on .*; it has to lie where all nodes see it"):
+        launch.run_ranks(tmp_path / "job", {"verb": "prepare"}, launch.Ranks())
 
 
 def test_more_nodes_than_there_are_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
     with pytest.raises(ConfigError, match="num_nodes=2, and this process may use 1: start it inside a SLURM allocation of that many nodes"):
-        launch.run_ranks(tmp_path / "job", {"verb": "prepare"}, devices=1, num_nodes=2)
+        launch.run_ranks(tmp_path / "job", {"verb": "prepare"}, launch.Ranks(num_nodes=2))
     assert not (tmp_path / "job").exists()
 
 
 def test_an_interrupt_ends_all_ranks_also_those_that_do_not_want_to(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "GRACE_S", 1)
+    monkeypatch.setenv("STARTER", str(os.getpid()))
     with pytest.raises(KeyboardInterrupt):
         run(
             """
@@ -244,7 +246,7 @@ def test_an_interrupt_ends_all_ranks_also_those_that_do_not_want_to(run: Run, tm
             while not (folder / "ready").exists():
                 time.sleep(0.01)
             if not rank:
-                os.kill(os.getppid(), signal.SIGINT)
+                os.kill(int(os.environ["STARTER"]), signal.SIGINT)
             time.sleep(1000)
             """
         )
@@ -254,4 +256,4 @@ def test_what_an_earlier_job_left_says_nothing_of_this_one(run: Run, tmp_path: P
     with pytest.raises(ConfigError):
         run("raise ConfigError('the sentence')")
     run("assert not (folder / 'error-0.json').exists() and not (folder / 'error-1.json').exists()")
-    assert json.loads((tmp_path / "job/job.json").read_text()) == {"verb": "prepare"}
+    assert json.loads((tmp_path / "job/job.json").read_text())["verb"] == "prepare"

@@ -91,10 +91,10 @@ def test_a_network_with_missing_or_damaged_weights_is_never_filled_in(tmp_path: 
     weights = load_file(path)
     weights.popitem()
     save_file(weights, path)
-    with pytest.raises(ConfigError, match=r"does not hold the whole network \(1 keys\): missing"):
+    with pytest.raises(ConfigError, match=r"(does not hold the whole network|do not fit the UNet) \(1 keys\): missing"):
         models.load(str(tmp_path / "parts"))
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ConfigError, match=f"{part} cannot be loaded"):
+    with pytest.raises(ConfigError, match=rf"{part}\S* cannot be loaded"):
         models.load(str(tmp_path / "parts"))
 
 

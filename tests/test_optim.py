@@ -29,7 +29,7 @@ def test_the_average_follows_the_closed_form() -> None:
         ema.update(layer, step)
         decay = min(0.9, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * (start + step)
-    assert ema.module.weight.item() == pytest.approx(expected, rel=1e-5)
+    assert ema.tensors["weight"].item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_adam_moments_come_back_bit_for_bit() -> None:
@@ -47,7 +47,27 @@ def test_adam_moments_come_back_bit_for_bit() -> None:
     restored = optim.make_optimizer(twin, CONSTANT)
     saved = optim.optimizer_tensors(layer, optimizer)
     moments = {name: {key: value.clone() for key, value in group.items()} for name, group in saved.items()}
-    optim.restore_optimizer(twin, restored, moments, step=1)
+    optim.restore_optimizer(twin, restored, {name: group.__getitem__ for name, group in moments.items()}, step=1)
     one_step(layer, optimizer)
     one_step(twin, restored)
     assert torch.equal(layer.weight, twin.weight)
+
+
+def test_a_saved_average_comes_back_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(3, 2)
+    ema, other = optim.Ema(layer, decay=0.9), optim.Ema(torch.nn.Linear(3, 2), decay=0.9)
+    other.restore(ema.tensors.__getitem__)
+    assert all(torch.equal(ema.tensors[name], other.tensors[name]) for name in ema.tensors)
+
+
+def test_before_the_first_step_the_moments_are_zero() -> None:
+    layer = torch.nn.Linear(3, 2)
+    saved = optim.optimizer_tensors(layer, optim.make_optimizer(layer, CONSTANT))
+    assert all(not tensor.any() for group in saved.values() for tensor in group.values())
+
+
+@pytest.mark.parametrize(("precision", "fused"), [("32-true", True), ("bf16-mixed", True), ("16-mixed", False)])
+def test_adam_is_fused_but_for_scaled_gradients(precision: str, fused: bool) -> None:
+    optimizer = optim.make_optimizer(torch.nn.Linear(3, 2), CONSTANT.model_copy(update={"precision": precision}))
+    assert optimizer.param_groups[0]["fused"] is fused

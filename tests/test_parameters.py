@@ -65,7 +65,7 @@ def test_text_means_what_the_type_says(name, given, taken):
         ("guidance_scales", "1, two", "a list"),
         ("overrides", "fast", "a table"),
         ("weights", "emma", "did you mean 'ema'"),
-        ("precision", "bf16", "'32-true' or 'bf16-mixed' or none"),
+        ("precision", "bf16", "'32-true' or 'bf16-mixed' or '16-mixed' or none"),
         ("preset", 1.5, "text"),
     ],
 )

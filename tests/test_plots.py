@@ -1,9 +1,11 @@
 import threading
 import warnings
 
+import nbformat
 import numpy as np
 import pytest
 from matplotlib import _pylab_helpers
+from nbclient import NotebookClient
 
 from sdlab import plots, scenes
 from sdlab.config import ConfigError
@@ -89,17 +91,173 @@ def test_legends_lie_below_the_data():
         assert axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 200])
-def test_a_loss_curve_of_any_length_can_be_drawn(count):
-    rows = [{"step": step, "loss": 1 / step, "val_loss": None} for step in range(1, count + 1)]
-    figure = plots.loss_curve(rows, "a stage")
-    assert "lower is better" in figure.axes[0].get_ylabel()
+def losses(count: int, *, every: int = 1, validated: bool = False) -> list[dict]:
+    rows = [{"step": every * (i + 1), "samples_seen": 32 * every * (i + 1), "loss": 1 / (i + 1), "val_loss": None} for i in range(count)]
+    measured = {"val_loss": 0.5, "val_loss_quartiles": [2.0, 0.6, 0.3, 0.05]}
+    return [{**row, **measured} for row in rows] if validated else rows
+
+
+def ticks(axes) -> list[float]:
+    low, high = axes.get_xlim()
+    return [tick for tick in axes.get_xticks() if low <= tick <= high]
+
+
+def by_label(axes) -> dict:
+    return {line.get_label(): line for line in axes.lines}
+
+
+@pytest.mark.parametrize("validated", [False, True])
+@pytest.mark.parametrize(("count", "every"), [(0, 1), (1, 1), (1, 5), (2, 1), (3, 1), (5, 1), (40, 10), (200, 1)])
+def test_a_loss_curve_of_any_length_has_a_direction_and_ticks_at_whole_steps(count, every, validated):
+    figure = plots.loss_curve(losses(count, every=every, validated=validated), "a stage")
     assert is_png(figure)
+    for axes in figure.axes:
+        assert "lower is better" in axes.get_ylabel() and axes.get_xlabel().startswith("optimizer step")
+        assert all(tick == int(tick) for tick in ticks(axes))
+        assert 0 in ticks(axes) and len(ticks(axes)) >= 2
+        assert not axes.get_legend() or axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0
 
 
-def test_a_loss_that_is_not_finite_is_left_out():
-    axes = plots.loss_curve([{"step": 1, "loss": float("nan")}, {"step": 2, "loss": 0.5}]).axes[0]
-    assert list(axes.lines[0].get_ydata()) == [0.5]
+def test_few_values_are_written_beside_their_points():
+    assert texts(plots.loss_curve(losses(3)).axes[0])[:3] == ["1", "0.5", "0.333"]
+    assert len(plots.loss_curve(losses(6)).axes[0].texts) == 0
+
+
+def test_the_x_axis_says_how_many_samples_the_steps_are():
+    assert "(6,400 samples seen after step 200)" in plots.loss_curve(losses(200)).axes[0].get_xlabel()
+
+
+def test_a_loss_that_is_not_finite_is_left_out_and_zero_is_not():
+    axes = plots.loss_curve([{"step": 1, "loss": float("nan")}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": 0.0}, {"step": 4}]).axes[0]
+    assert list(axes.lines[0].get_ydata()) == [0.5, 0.0]
+
+
+def test_the_running_mean_stands_at_the_middle_of_what_it_averages():
+    lines = by_label(plots.loss_curve([{"step": step, "loss": step} for step in range(1, 41)]).axes[0])
+    mean = lines["mean of 5 neighbouring values"]
+    np.testing.assert_allclose(mean.get_xdata(), range(3, 39))
+    np.testing.assert_allclose(mean.get_ydata(), range(3, 39))
+
+
+def test_validation_is_drawn_beside_training_and_by_quarter_of_the_timesteps():
+    rows = [*losses(3), {"step": 4, "val_loss": 0.25, "val_loss_quartiles": [0.4, 0.3, None, float("nan")]}]
+    main, quarters = plots.loss_curve(rows, num_train_timesteps=500).axes
+    assert list(by_label(main)["validation"].get_xydata()[0]) == [4, 0.25]
+    assert {label: list(line.get_ydata()) for label, line in by_label(quarters).items()} == {
+        "timesteps 0-124": [0.4],
+        "timesteps 125-249": [0.3],
+    }
+    assert quarters.get_yscale() == "linear"
+
+
+def test_all_quarters_are_named_and_far_apart_they_get_a_logarithmic_axis():
+    quarters = plots.loss_curve(losses(3, validated=True)).axes[1]
+    assert list(by_label(quarters)) == ["timesteps 0-249", "timesteps 250-499", "timesteps 500-749", "timesteps 750-999"]
+    assert quarters.get_yscale() == "log" and "log" in quarters.get_ylabel()
+
+
+def test_without_quarters_there_is_one_panel():
+    assert len(plots.loss_curve([{"step": 1, "loss": 1.0, "val_loss": 0.9}]).axes) == 1
+
+
+def test_skipped_steps_are_marked_on_the_x_axis_even_without_a_loss():
+    rows = [
+        {"step": 1, "loss": None, "skipped": True},
+        {"step": 2, "loss": 0.5, "skipped": False},
+        {"step": 3, "loss": 0.4, "skipped": True},
+    ]
+    axes = plots.loss_curve(rows).axes[0]
+    marks = by_label(axes)["skipped by the gradient scaler (2)"]
+    assert list(marks.get_xdata()) == [1, 3] and set(marks.get_ydata()) == {0}
+    assert marks.get_transform().transform((1, 0))[1] == pytest.approx(axes.get_window_extent().y0)
+
+
+class Cell:
+    """A running cell: keeps what is displayed, and what each display was replaced by."""
+
+    def __init__(self) -> None:
+        self.displayed: list[list[plots.Picture]] = []
+
+    def display(self, picture: plots.Picture, *, display_id: bool) -> "Cell":
+        assert display_id
+        self.displayed.append([picture])
+        return self
+
+    def update(self, picture: plots.Picture) -> None:
+        self.displayed[-1].append(picture)
+
+    def last_steps(self) -> list[list[int]]:
+        """Of each display the last step in each of its pictures."""
+        return [[int(picture.axes[0].lines[0].get_xdata()[-1]) for picture in pictures] for pictures in self.displayed]
+
+
+@pytest.fixture
+def cell(monkeypatch) -> Cell:
+    there = Cell()
+    monkeypatch.setattr(plots, "display", there.display)
+    monkeypatch.setattr(plots, "get_ipython", object)
+    monkeypatch.delenv("SDLAB_HEADLESS", raising=False)
+    return there
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(plots.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_live_curve_replaces_itself_at_most_every_two_seconds_and_ends_with_the_last_rows(cell, clock):
+    live = plots.LiveLoss("a stage")
+    live([])
+    for count, now in ((1, 100.0), (2, 101.9), (3, 102.0), (4, 103.0), (5, 103.9)):
+        clock[0] = now
+        live(losses(count))
+    assert cell.last_steps() == [[1, 3]]
+    live.close()
+    live.close()
+    assert cell.last_steps() == [[1, 3, 5]]
+    assert cell.displayed[0][0].get_suptitle() == "a stage"
+
+
+def test_rows_that_are_shown_already_are_not_drawn_again(cell, clock):
+    live = plots.LiveLoss()
+    for _ in range(3):
+        live(losses(2))
+        clock[0] += 10
+    live.close()
+    assert cell.last_steps() == [[2]]
+
+
+def test_headless_a_live_curve_is_drawn_once_in_the_end(cell, clock, monkeypatch):
+    monkeypatch.setenv("SDLAB_HEADLESS", "1")
+    live = plots.LiveLoss()
+    for count in (1, 2, 3):
+        clock[0] += 10
+        live(losses(count))
+    assert cell.displayed == []
+    live.close()
+    assert cell.last_steps() == [[3]]
+
+
+def test_outside_of_ipython_a_live_curve_draws_nothing(cell, monkeypatch):
+    monkeypatch.setattr(plots, "get_ipython", lambda: None)
+    monkeypatch.setattr(plots, "loss_curve", lambda *_, **__: pytest.fail("drawn for nobody"))
+    live = plots.LiveLoss()
+    live(losses(2))
+    live.close()
+
+
+def test_a_live_curve_stays_in_the_saved_notebook_once_and_with_its_last_state(monkeypatch):
+    monkeypatch.delenv("SDLAB_HEADLESS", raising=False)
+    source = "from sdlab import plots; plots.LIVE_EVERY_S = 0; live = plots.LiveLoss()\nfor n in (1, 2, 3):\n"
+    source += "    live([{'step': 1, 'loss': float(n)}])\nlive.close(); last = plots.loss_curve(live._rows)._repr_png_()\n"
+    source += "import base64; print(base64.b64encode(last).decode())"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    pictures = [output.data["image/png"] for output in notebook.cells[0].outputs if output.output_type == "display_data"]
+    (printed,) = [output.text for output in notebook.cells[0].outputs if output.output_type == "stream"]
+    assert ["".join(picture.split()) for picture in pictures] == [printed.strip()]
 
 
 REPORT = {

@@ -1,7 +1,9 @@
 """A run can be stopped, resumed and handed over without changing a bit, and what does not fit stops before work."""
 
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -11,10 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_fabric import Fabric
+from lightning_fabric.plugins import MixedPrecision
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from sdlab import models, prepare, presets, runs, train
+from sdlab import checkpoints, models, optim, prepare, presets, runs, stages, train
+from sdlab.checkpoints import Checkpoints
 from sdlab.config import ConfigError, TrainConfig
 
 
@@ -28,7 +33,7 @@ def one_thread() -> Any:
 
 def configure(data: Path, **changes: Any) -> TrainConfig:
     small = {"preset": "tiny", "stage": "stage1_32", "data_dir": str(data), "global_batch_size": 4, "max_steps": 4, "log_every": 1}
-    return train.configure(**{**small, **changes})
+    return stages.configure(**{**small, **changes})
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
@@ -134,21 +139,203 @@ def test_an_interrupt_stops_after_the_step_with_a_checkpoint_and_the_run_goes_on
     assert (again["status"], again["step"]) == ("done", result["step"] + 1)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(scenes_dir: Path, tmp_path: Path) -> None:
+def poison(monkeypatch: pytest.MonkeyPatch, row: int, after: int = 0) -> None:
+    """Make the loss of one row of the data not a number, from some step on."""
+    plain = train._losses
+
+    def losses(state: Any, batch: Any) -> torch.Tensor:
+        bad = (batch.indices == row) & (state.step >= after)
+        return plain(state, batch) + torch.where(bad, float("nan"), 0.0)
+
+    monkeypatch.setattr(train, "_losses", losses)
+
+
+def test_a_loss_that_is_not_finite_stops_at_once_names_the_sample_and_keeps_the_checkpoint(
+    scenes_dir: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, 7)
+    sample = r"not finite at rows 7 \([0-9a-f]{32}: '.+'\) of the data"
+    message = rf"step \d+: loss nan.*{sample}; the checkpoint of step \d+ is good; give a new run_dir"
+    with pytest.raises(train.TrainingFailed, match=message):
+        train.train(configure(scenes_dir, max_steps=20, save_every=1), tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    checkpoint = runs.find_checkpoint(tmp_path / "run")
+    assert result["status"] == "failed" and f"step {result['step'] + 1}: loss nan" in result["error"]
+    assert runs.checkpoint_step(checkpoint) == result["step"] and all(
+        torch.isfinite(value).all() for value in tensors(tmp_path / "run").values()
+    )
+
+
+def test_weights_that_are_not_finite_are_noticed_too(scenes_dir: Path, tmp_path: Path) -> None:
     train.train(configure(scenes_dir, max_steps=1), tmp_path / "run")
     weights = runs.find_checkpoint(tmp_path / "run") / "weights.safetensors"
     broken = {key: torch.full_like(value, float("nan")) for key, value in load_file(weights).items()}
     state = {**{name: load_file(weights.with_name(f"{name}.safetensors")) for name in ("ema", "exp_avg", "exp_avg_sq")}, "weights": broken}
-    runs.save_checkpoint(tmp_path / "run", 2, state, {})
-    with pytest.raises(train.TrainingFailed, match="step 3: loss nan"):
+    with Checkpoints(tmp_path / "run") as written:
+        written.save(2, state, {})
+    with pytest.raises(train.TrainingFailed, match=r"step 3: loss nan"):
         train.train(configure(scenes_dir, max_steps=4), tmp_path / "run")
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["status"] == "failed" and "step 3" in result["error"]
+
+
+class Scaled:
+    """16-mixed on a CPU, which sdlab refuses, with a scaler that starts high enough to overflow."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, data: Path, scale: float) -> None:
+        def make_fabric(config: TrainConfig) -> Fabric:
+            scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10_000)
+            return Fabric(accelerator="cpu", devices=1, plugins=[MixedPrecision("16-mixed", device="cpu", scaler=scaler)])
+
+        monkeypatch.setattr(train, "make_fabric", make_fabric)
+        self.config = configure(data, overrides={"warmup_steps": 10})
+        self.recipe = self.config.recipe.model_copy(update={"precision": "16-mixed"})
+
+    def train(self, run: Path, steps: int) -> list[dict[str, Any]]:
+        train.train(self.config.model_copy(update={"recipe": self.recipe, "max_steps": steps, "save_every": 1}), run)
+        return runs.read_metrics(run)
+
+
+def test_a_step_whose_gradients_overflow_counts_but_moves_nothing(
+    scenes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaled = Scaled(monkeypatch, scenes_dir, scale=2.0**24)
+    rows = scaled.train(tmp_path / "run", 12)
+    skipped = [row["step"] for row in rows if row.get("skipped")]
+    assert skipped == list(range(1, len(skipped) + 1)) and 0 < len(skipped) < 12
+    first = len(skipped) + 1
+    assert [row["learning_rate"] for row in rows[first - 1 :]] == [
+        optim.learning_rate(scaled.recipe, step) for step in range(1, 14 - first)
+    ]
+    state = runs.read_state(runs.find_checkpoint(tmp_path / "run"))
+    assert (state["step"], state["skipped"], state["ema_updates"]) == (12, len(skipped), 12 - len(skipped))
+    assert state["scaler"]["scale"] == 2.0 ** (24 - len(skipped))
+
+
+def test_skipped_steps_leave_weights_and_average_alone(scenes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Scaled(monkeypatch, scenes_dir, scale=2.0**40).train(tmp_path / "run", 2)
+    start = models.build_unet(presets.get("tiny").networks, seed=0).state_dict()
+    saved = tensors(tmp_path / "run")
+    assert all(torch.equal(saved[f"{group}/{name}"], start[name]) for name in start for group in ("weights", "ema"))
+    assert not any(saved[name].any() for name in saved if name.startswith("exp_avg"))
+
+
+def test_the_scaler_goes_on_where_it_was(scenes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled = Scaled(monkeypatch, scenes_dir, scale=2.0**24)
+    scaled.train(tmp_path / "whole", 12)
+    for steps in (2, 9, 12):
+        scaled.train(tmp_path / "run", steps)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    ours, theirs = tensors(tmp_path / "run"), tensors(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_twenty_skipped_steps_in_a_row_stop_the_run_also_over_a_resume(
+    scenes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaled = Scaled(monkeypatch, scenes_dir, scale=2.0**100)
+    scaled.train(tmp_path / "run", 15)
+    with pytest.raises(train.TrainingFailed, match="step 20: the gradients of the last 20 steps were not finite"):
+        scaled.train(tmp_path / "run", 40)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_16_mixed_trains_and_resumes_on_a_gpu(scenes_dir: Path, tmp_path: Path) -> None:
+    changes = {"precision": "16-mixed", "save_every": 2}
+    train.train(configure(scenes_dir, max_steps=8, **changes), tmp_path / "whole")
+    for steps in (3, 8):
+        train.train(configure(scenes_dir, max_steps=steps, **changes), tmp_path / "run")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
+    assert runs.read_state(runs.find_checkpoint(tmp_path / "run"))["scaler"]["scale"] > 0
+
+
+def test_a_disk_that_fills_up_stops_the_run_in_order_and_it_goes_on_when_there_is_room(
+    scenes_dir: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage
+    full = usage("/")._replace(free=1_000)
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: full if trained(tmp_path / "run", 3) else usage(path))
+    result = train.train(configure(scenes_dir, save_every=2), tmp_path / "run")
+    assert result["status"] == "stopped" and "the checkpoint of step 2 is good; make room and run again" in result["error"]
+    assert runs.checkpoint_step(runs.find_checkpoint(tmp_path / "run")) == 2
+    monkeypatch.undo()
+    assert train.train(configure(scenes_dir, save_every=2), tmp_path / "run")["status"] == "done"
+    assert losses(tmp_path / "run") == losses(whole)
+    ours, theirs = tensors(tmp_path / "run"), tensors(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_metrics_that_cannot_be_written_are_written_later(
+    scenes_dir: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = runs.append_metrics
+
+    def append(folder: Path, row: Any) -> None:
+        if row["step"] == 2 and not (tmp_path / "tried").exists():
+            (tmp_path / "tried").touch()
+            raise OSError(errno.ENOSPC, "no space left")
+        write(folder, row)
+
+    monkeypatch.setattr(runs, "append_metrics", append)
+    train.train(configure(scenes_dir), tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(whole) and (tmp_path / "tried").exists()
+
+
+def test_a_disk_without_room_is_refused_before_the_run(scenes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = shutil.disk_usage("/")._replace(free=1_000)
+    monkeypatch.setattr(stages.shutil, "disk_usage", lambda path: full)
+    with pytest.raises(ConfigError, match=r"0\.0 GB are free and the checkpoints need"):
+        train.train(configure(scenes_dir), tmp_path / "run")
+    assert not (tmp_path / "run/config.json").exists()
+
+
+def test_two_trainings_of_one_folder_at_once_are_refused(scenes_dir: Path, tmp_path: Path) -> None:
+    with runs.lock(tmp_path / "run"), pytest.raises(ConfigError, match="is being trained by another process"):
+        train.train(configure(scenes_dir), tmp_path / "run")
+
+
+def test_the_validation_loss_is_logged_by_quarter_and_leaves_the_run_unchanged(scenes_dir: Path, whole: Path, tmp_path: Path) -> None:
+    train.train(configure(scenes_dir, val_data_dir=str(scenes_dir), val_every=2), tmp_path / "run")
+    rows = runs.read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows if "val_loss" in row] == [2, 4]
+    quarters = rows[-1]["val_loss_quartiles"]
+    assert len(quarters) == 4 and rows[-1]["val_loss"] == pytest.approx(sum(quarters) / 4)
+    assert losses(tmp_path / "run") == losses(whole)
+
+
+def test_tensorboard_gets_the_same_numbers(scenes_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not there")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in (2, 4):
+        train.train(configure(scenes_dir, tensorboard=True, max_steps=steps), tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4]
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx([loss for _, loss, _ in losses(tmp_path / "run")])
+
+
+def test_new_rows_are_handed_on_while_it_trains(scenes_dir: Path, tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+    train.train(configure(scenes_dir), tmp_path / "run", on_rows=lambda rows: seen.append([row["step"] for row in rows]))
+    assert seen == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
+
+
+def test_what_the_rest_will_take_is_said_once_it_was_measured(
+    scenes_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SDLAB_HEADLESS", "1")
+    train.train(configure(scenes_dir, max_steps=8), tmp_path / "run")
+    said = capsys.readouterr()
+    assert re.search(r"2 steps to go: about 0:0\d:\d\d, \S+ device-hours", said.out + said.err)
+    assert runs.read_metrics(tmp_path / "run")[-1]["device_hours"] > 0
+
+
+def trained(run: Path, step: int) -> bool:
+    rows = runs.read_metrics(run)
+    return bool(rows) and rows[-1]["step"] >= step
 
 
 def test_previews_are_drawn_and_leave_the_run_unchanged(scenes_dir: Path, whole: Path, tmp_path: Path) -> None:
     train.train(configure(scenes_dir, preview_every=2), tmp_path / "run")
-    assert [path.name for path in sorted((tmp_path / "run" / "previews").iterdir())] == ["step-00000002.png", "step-00000004.png"]
+    assert [path.name for path in sorted((tmp_path / "run" / "previews").glob("*.png"))] == ["step-00000002.png", "step-00000004.png"]
     assert losses(tmp_path / "run") == losses(whole)
 
 
@@ -176,7 +363,14 @@ def test_a_users_preset_file_and_overrides_reach_the_run(scenes_dir: Path, tmp_p
         ({"init_from": "tiny"}, "starts from random weights"),
         ({"stage": "stage2_64", "init_from": "/nowhere"}, "there is no model at '/nowhere'"),
         ({"precision": "16-true"}, "precision.*given: '16-true'"),
-        ({"devices": 2}, "devices"),
+        ({"devices": 3}, "global_batch_size=4 is not a multiple of micro_batch_size=1 x world_size=3"),
+        ({"devices": 0}, "devices.*given: 0"),
+        ({"precision": "16-mixed"}, "needs a GPU"),
+        ({"precision": "16-mixed", "strategy": "fsdp"}, "cannot be used with strategy='fsdp'"),
+        ({"keep_every": 3}, "keep_every=3 has to be a multiple of save_every=200"),
+        ({"rendezvous": "node1"}, "host:port.*given: 'node1'"),
+        ({"val_every": 2}, "val_every needs val_data_dir"),
+        ({"val_data_dir": "/nowhere"}, "/nowhere"),
         ({"overrides": {"learning_rate": float("inf")}}, "learning_rate"),
         ({"overrides": {"betas": [1.5, 0.9]}}, "betas"),
         ({"overrides": {"warmup_steps": 500}}, "warmup_steps=500 is more than schedule_steps"),

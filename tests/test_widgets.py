@@ -1,6 +1,7 @@
 """The panel without a kernel: knobs and buttons are moved from Python, as a browser would."""
 
 import io
+import json
 import threading
 
 import ipywidgets
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sdlab import models, sample, widgets
+from sdlab import models, plots, presets, sample, widgets
 from sdlab.config import ConfigError
 
 FIRST = widgets.Request("a large owl on a pink background", num_inference_steps=2, pictures=2)
@@ -194,3 +195,35 @@ def test_there_is_nobody_to_click_under_papermill_or_in_a_script(monkeypatch):
     nobody = type("Shell", (), {"kernel": type("Kernel", (), {"_allow_stdin": False})})
     monkeypatch.setattr(widgets, "get_ipython", lambda: nobody)
     assert not widgets.interactive_wanted("auto")
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    tiny = presets.get("tiny")
+    networks, recipe = (part.model_dump(mode="json") for part in (tiny.networks, tiny.stages["stage1_32"]))
+    values = {"preset": "tiny", "stage": "stage1_32", "networks": networks, "recipe": recipe, "data_key": "k", "data_dir": "/d"}
+    intervals = {"save_every": 5, "log_every": 1, "preview_every": 0}
+    config = {**values, **intervals, "max_steps": 5, "micro_batch_size": recipe["micro_batch_size"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    return tmp_path
+
+
+def test_where_nobody_can_click_a_training_is_one_line_and_its_loss_curve(run_dir, capsys):
+    shown = widgets.watch_or_picture(run_dir)
+    assert isinstance(shown, plots.Picture) and list(shown.axes[0].lines[0].get_ydata()) == [0.5]
+    assert capsys.readouterr().out == widgets.status_line(run_dir) + "\n"
+
+
+def test_where_somebody_can_click_a_training_is_watched(run_dir, capsys):
+    shown = widgets.watch_or_picture(run_dir, interactive=True)
+    assert isinstance(shown, ipywidgets.VBox) and "step 1 of 5" in shown.status.value
+    shown.close()
+    shown.wait()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+def test_watching_what_is_no_run_folder_names_it(tmp_path, interactive):
+    with pytest.raises(ConfigError, match=f"{tmp_path} is no run folder"):
+        widgets.watch_or_picture(tmp_path, interactive=interactive)

@@ -1,0 +1,218 @@
+"""What a run carries from step to step, on one device or many, and how it comes from and goes to a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from sdlab import launch, models, optim, parents, runs
+from sdlab.checkpoints import Checkpoints
+from sdlab.config import TrainConfig
+
+TIMEOUT_MINUTES = 20.0
+"""How long a rank waits for the others, which may be writing a checkpoint or drawing a preview."""
+
+logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", message="The `srun` command is available")
+
+
+@dataclass
+class State:
+    """What a run carries from step to step."""
+
+    fabric: Fabric
+    unet: Any
+    """As Fabric wraps it: what training calls."""
+    module: nn.Module
+    """The UNet itself, whose parameters are sharded under FSDP."""
+    optimizer: Any
+    ema: optim.Ema | None
+    step: int = 0
+    """Optimizer steps, also those that the gradient scaler skipped."""
+    skipped: int = 0
+    """Steps that moved nothing, since gradients had overflown."""
+    skipped_in_row: int = 0
+    saved_step: int = 0
+
+    @property
+    def updates(self) -> int:
+        """Steps that moved the weights: what the learning rate and the moving average follow."""
+        return self.step - self.skipped
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """What scales the loss in 16-mixed."""
+        return getattr(self.fabric.strategy.precision, "scaler", None)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one that writes."""
+        return self.fabric.is_global_zero
+
+
+def make_fabric(config: TrainConfig) -> Fabric:
+    """Fabric on this rank's device, for as many ranks as the config says; those are started already."""
+    timeout = timedelta(minutes=TIMEOUT_MINUTES)
+    strategy: Any = "auto"
+    if config.strategy == "fsdp":
+        strategy = ModelParallelStrategy(_shard, data_parallel_size=config.world_size, tensor_parallel_size=1, timeout=timeout)
+    elif config.world_size > 1:
+        strategy = DDPStrategy(timeout=timeout)
+    ranks: dict[str, Any] = {"devices": config.devices, "num_nodes": config.num_nodes, "strategy": strategy}
+    fabric = Fabric(accelerator=launch.device().type, precision=config.recipe.precision, **ranks)
+    if strategy != "auto":
+        fabric.launch()
+    return fabric
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Shard every block of a UNet apart, so that only one of them is whole at a time."""
+    blocks: Any = module
+    for block in (*blocks.down_blocks, blocks.mid_block, *blocks.up_blocks):
+        fully_shard(block, mesh=mesh["data_parallel"])
+    fully_shard(module, mesh=mesh["data_parallel"])
+    return module
+
+
+def restore(config: TrainConfig, fabric: Fabric, folder: Path) -> State:
+    """The state of the newest valid checkpoint, else of the parent's weights, else of random ones."""
+    newest = _newest(folder) if fabric.is_global_zero else None
+    checkpoint = fabric.broadcast(newest)
+    unet = models.build_unet(config.networks, seed=config.seed)
+    with ExitStack() as files:
+        saved = _open_checkpoint(files, checkpoint) if checkpoint is not None else {}
+        if checkpoint is not None:
+            models.hand_over(unet, _Lazy(saved["weights"]), source=str(checkpoint))
+        elif config.init_from is not None:
+            parent = parents.load_parent(config.init_from, weights=config.init_weights)
+            models.hand_over(unet, parent.state_dict(), source=parent.name)
+        wrapped: Any = fabric.setup_module(unet.train())
+        module = wrapped.module
+        optimizer = optim.make_optimizer(module, config.recipe)
+        ema = optim.Ema(module, config.recipe.ema_decay) if config.recipe.ema_decay is not None else None
+        state = State(fabric, wrapped, module, optimizer, ema)
+        if checkpoint is not None:
+            _restore_scalars(state, checkpoint)
+            optim.restore_optimizer(module, optimizer, {name: saved[name].get_tensor for name in optim.MOMENTS}, step=state.updates)
+            if ema is not None:
+                ema.restore(saved["ema"].get_tensor)
+    state.optimizer = fabric.setup_optimizers(optimizer)
+    return state
+
+
+def _newest(folder: Path) -> Path | None:
+    return runs.find_checkpoint(folder) if runs.checkpoints(folder) else None
+
+
+def _open_checkpoint(files: ExitStack, checkpoint: Path) -> dict[str, Any]:
+    return {path.stem: files.enter_context(safe_open(path, framework="pt")) for path in sorted(checkpoint.glob("*.safetensors"))}
+
+
+class _Lazy(Mapping[str, Tensor]):
+    """Tensors of a safetensors file by name, each read when it is asked for."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.names = file, list(file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.file.get_tensor(name)
+
+    def __iter__(self) -> Any:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def _restore_scalars(state: State, checkpoint: Path) -> None:
+    saved = runs.read_state(checkpoint)
+    state.step = state.saved_step = runs.checkpoint_step(checkpoint)
+    state.skipped, state.skipped_in_row = saved.get("skipped", 0), saved.get("skipped_in_row", 0)
+    if state.scaler is not None and saved.get("scaler"):
+        state.scaler.load_state_dict(saved["scaler"])
+
+
+def save(state: State, written: Checkpoints) -> None:
+    """Write a checkpoint of the present step, unless there is one; all ranks have to call.
+
+    Raises:
+        OSError, NoSpace: on every rank, when it cannot be written.
+    """
+    if state.step in (0, state.saved_step):
+        return
+    groups = tensors(state)
+    scalars = {
+        "saved": runs.now(),
+        **{"skipped": state.skipped, "skipped_in_row": state.skipped_in_row, "ema_updates": state.updates},
+        "scaler": state.scaler.state_dict() if state.scaler is not None else None,
+    }
+    gathered = _Gathered(groups)
+    problem: Exception | None = None
+    try:
+        if state.is_first:
+            written.save(state.step, groups, scalars, gather=gathered.take)
+    except Exception as error:
+        problem = error
+    gathered.finish()
+    problem = state.fabric.broadcast(problem)
+    if problem is not None:
+        raise problem
+    state.saved_step = state.step
+
+
+def tensors(state: State) -> dict[str, dict[str, Tensor]]:
+    """Everything that a checkpoint holds, by group and parameter name; sharded under FSDP."""
+    groups = {"weights": {name: parameter.detach() for name, parameter in state.module.named_parameters()}}
+    if state.ema is not None:
+        groups["ema"] = state.ema.tensors
+    return {**groups, **optim.optimizer_tensors(state.module, state.optimizer)}
+
+
+class _Gathered:
+    """Puts sharded tensors together in one order on all ranks, on those that do not write as on the one that does, however far it comes."""
+
+    def __init__(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.left = [tensor for group in groups.values() for tensor in group.values()]
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """The next one, which has to be `tensor`."""
+        assert self.left[0] is tensor
+        return optim.whole(self.left.pop(0))
+
+    def finish(self) -> None:
+        """Those that nobody asked for."""
+        while self.left:
+            optim.whole(self.left.pop(0))
+
+
+def drawing(state: State, config: TrainConfig, frozen: models.Frozen, name: str) -> models.TextToImage | None:
+    """The model as it draws now, by its moving average where it keeps one, on the first rank; all ranks have to call."""
+    source, weights = (state.ema.tensors, "ema") if state.ema is not None else (tensors(state)["weights"], "raw")
+    together = {}
+    for key, tensor in source.items():
+        whole = optim.whole(tensor)
+        if state.is_first:
+            together[key] = whole
+    if not state.is_first:
+        return None
+    with torch.device("meta"):
+        unet = models.build_unet(config.networks)
+    unet.load_state_dict(together, assign=True)
+    return models.TextToImage(
+        frozen, unet.eval().requires_grad_(False), config.networks, name, weights, state.step, "", config.recipe.resolution
+    )
