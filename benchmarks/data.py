@@ -8,26 +8,22 @@ Worker processes import this module, and those of the plain pool should start qu
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
 import multiprocessing
 import os
 import statistics
 import tarfile
 import tempfile
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from measuring import CORES, in_turns, parse, rate, tell
 from PIL import Image
 
-CORES = len(os.sched_getaffinity(0))
 NOTES = {
     "random_batches_vs_tar": "Cache.rows of random batches (16 KB a row, token ids alone); tarfile and Pillow on JPEGs of 256 px in order",
     "preflight_vs_pillow": "checks.check; Image.load in a forkserver pool of as many processes; JPEGs of 768 px, and both start their pool",
@@ -109,22 +105,6 @@ def write_tar(path: Path, pictures: Path) -> Path:
 
 
 # Measuring
-
-
-def rate(count: int, work: Callable[[], Any]) -> float:
-    """So many in the seconds that the work takes."""
-    start = time.perf_counter()
-    work()
-    return count / (time.perf_counter() - start)
-
-
-def in_turns(baseline: Callable[[], float], ours: Callable[[], float], repeats: int, unit: str) -> dict[str, Any]:
-    """Medians of rates that are measured in turns, after a turn of each that does not count."""
-    _, *turns = [(ours(), baseline()) for _ in range(repeats + 1)]
-    our, base = (statistics.median(rates) for rates in zip(*turns, strict=True))
-    ratios = [one / other for one, other in turns]
-    spread = (max(ratios) - min(ratios)) / 2 / statistics.median(ratios)
-    return {"ratio": our / base, "baseline": base, "ours": our, "unit": unit, "repeats": repeats, "spread": spread}
 
 
 def fresh(work: Callable[..., float], *arguments: Any, processes: int) -> float:
@@ -226,23 +206,12 @@ def measure(scratch: Path, sizes: Sizes) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How fast data come.")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the sizes, to see that it runs")
-    arguments = parser.parse_args()
+    arguments = parse("How fast data come.")
     os.environ["SDLAB_HEADLESS"] = "1"
-    model = next((line.split(": ")[1] for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
-    about = {"cpu": model, "cores": CORES, "load": os.getloadavg()[0], **{n: version(n) for n in ("torch", "numpy", "pillow", "pyarrow")}}
     sizes = Sizes(10_000, 1_000, 100_000, 2_048, 200, 60, 1_024, repeats=5, processes=1) if arguments.quick else Sizes()
     with tempfile.TemporaryDirectory() as scratch:
         measured = measure(Path(scratch), sizes)
-    content = {"schema": 1, "headline": "random_batches_vs_tar", "machine": about, "sizes": vars(sizes), "notes": NOTES, **measured}
-    arguments.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    for name, one in measured["ratios"].items():
-        rates = f"{one['ours']:,.0f} against {one['baseline']:,.0f} {one['unit']}"
-        print(f"{name:<24}{one['ratio']:>9.2f}  {rates}, {one['repeats']} repeats, ±{one['spread']:.0%}")
-    for name, figure in measured["figures"].items():
-        print(f"{name:<24}{figure:>9.2f}")
+    tell(arguments.out, "random_batches_vs_tar", measured, sizes=vars(sizes), notes=NOTES)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,8 @@ def _check_folder(folder: Path) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"run_dir {folder} is a file; give a folder")
-    if folder.is_dir() and not (folder / "config.json").is_file() and any(path.name != LOCK for path in folder.iterdir()):
+    foreign = [path for path in folder.glob("*") if path.name != LOCK and not path.name.startswith(".config.json.")]
+    if foreign and not (folder / "config.json").is_file():
         raise ConfigError(f"run_dir {folder} holds other files and no config.json; give a new or empty folder")
 
 
@@ -134,10 +135,11 @@ def open_run(folder: Path, config: TrainConfig, *, resume: Resume, lineage: Mapp
     checkpoint = find_checkpoint(folder) if checkpoints(folder) else None
     if checkpoint is None and resume == "must":
         raise ConfigError(f"run_dir {folder} has no valid checkpoint and resume='must'; use resume='auto' to start it")
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    (folder / "previews").mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     _record_change(folder, known, config)
     write_json(folder / "config.json", config.model_dump(mode="json"))
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    (folder / "previews").mkdir(exist_ok=True)
     if not (folder / "lineage.json").is_file():
         write_json(folder / "lineage.json", {"created": now(), **lineage, "git": git_state()})
     for scratch in (folder / "checkpoints").glob(".step-*"):

@@ -1,32 +1,40 @@
-"""`kill -9` of `prepare` at any moment costs at most one shard's work, leaves a valid cache or none, and no process."""
+"""Whatever ends a training, at whatever moment: run again, it ends bit for bit as if nothing had been, or stops with a clear word."""
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import nbformat
 import psutil
 import pytest
-from made import check_hashes
-from PIL import Image
-from test_launch import SMALL, left, mark, shards, stand_in, until, work
+import torch
+from conftest import in_ci
+from safetensors.torch import load_file
+from test_launch import left, mark, until
+from test_ranks import SLOW_SAVE, trained
 
-from sdlab import cache, runs
+from sdlab import runs, stages
+from sdlab.config import TrainConfig
 
 __all__ = ["mark"]
-SERVER = (
-    SMALL
-    + """
-import fnmatch, itertools, json, os, signal, torch, traceback
-from sdlab import models, presets, prepare
+KILLS = 50 if os.environ.get("CI") == "true" else 6
+STEPS = 24
+SERVER = """
+import errno, fnmatch, itertools, json, os, signal, sys, traceback
+import sdlab
+import torch
+from pathlib import Path
+from sdlab import models, presets, train
+from sdlab.config import TrainConfig
 
 frozen = models.load_frozen(presets.get("tiny").networks)
 models.load_frozen = lambda networks: frozen
@@ -39,7 +47,9 @@ def at(call, pattern, number, what):
     def acted(*arguments, **options):
         path = os.readlink(f"/proc/self/fd/{arguments[0]}") if call == "fsync" else str(arguments[-1])
         if fnmatch.fnmatch(path, pattern) and next(count) == number:
-            os.kill(os.getpid(), what)
+            if what == "full":
+                raise OSError(errno.ENOSPC, "no space left on device")
+            os.kill(os.getpid(), signal.SIGKILL)
         return act(*arguments, **options)
 
     setattr(os, call, acted)
@@ -54,249 +64,164 @@ for line in sys.stdin:
     try:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.environ["TEST_MARK"] = order["mark"]
-        sys.executable = order["executable"]
         for number in (1, 2):
-            os.dup2(os.open(order["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+            os.dup2(os.open(order["log"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
         for event in order["events"]:
             at(*event)
-        if order["threads"] > 1:
-            torch.set_num_threads(order["threads"])
-            torch.randn(2000, 2000) @ torch.randn(2000, 2000)
-        getattr(prepare, order["verb"])(prepare.configure(**order["config"]))
-        print("done")
+        torch.set_num_threads(1)
+        train.train(TrainConfig.model_validate(order["config"]), order["run"])
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(0)
 """
-)
-"""Imports once and runs each order in a process of its own, that a signal ends or stops right before a call on a path."""
+"""Imports once and trains in a process of its own for each order, that ends, or finds the disk full, right before a call on a path."""
+MOMENTS = [
+    ("fsync", "*/checkpoints/.step-*/weights.safetensors"),
+    ("fsync", "*/checkpoints/.step-*/exp_avg_sq.safetensors"),
+    ("fsync", "*/checkpoints/.step-*/manifest.json"),
+    ("replace", "*/checkpoints/step-*"),
+    ("replace", "*/checkpoints/.step-*.old.*"),
+    ("replace", "*/last_save.json"),
+    ("replace", "*/metrics.jsonl"),
+    ("replace", "*/config.json"),
+    ("replace", "*/result.json"),
+]
+"""Calls that a save, a start and an end are made of."""
 
 
-@dataclass
-class Started:
-    """A `prepare` under way."""
+class Trainer:
+    """Starts trainings of one config, quickly."""
 
-    pid: int
-    log: Path
+    def __init__(self, process: "subprocess.Popen[str]", config: TrainConfig, logs: Path) -> None:
+        self.process, self.config, self.log = process, config, logs / "log"
 
-    def wait(self) -> str:
-        """What it said until it ended."""
-        until(lambda: not psutil.pid_exists(self.pid))
-        return self.log.read_text()
-
-    def kill(self) -> None:
-        """`kill -9`, and wait until it is gone."""
-        os.kill(self.pid, signal.SIGKILL)
-        self.wait()
-
-
-class Starter:
-    """Starts `prepare` on small shards, quickly."""
-
-    def __init__(self, process: "subprocess.Popen[str]", logs: Path) -> None:
-        self.process, self.logs, self.count = process, logs, 0
-
-    def start(self, source: Path, data: Path, *events: tuple[str, str, int, int], **given: Any) -> Started:
-        self.count += 1
-        log = self.logs / f"{self.count}.log"
-        order = {"verb": "prepare", "threads": 1, "mark": "", "executable": sys.executable, "events": events, "log": str(log)}
-        order |= {name: given.pop(name) for name in order.keys() & given.keys()}
-        order["config"] = {"source": str(source), "data_dir": str(data), "resolution": 32, "num_workers": 0, **given}
+    def start(self, run: Path, *events: tuple[str, str, int, str]) -> int:
+        order = {"config": self.config.model_dump(mode="json"), "run": str(run), "log": str(self.log), "events": events}
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
-        return Started(int(self.process.stdout.readline()), log)
+        return int(self.process.stdout.readline())
 
-    def run(self, source: Path, data: Path, **given: Any) -> dict[str, Any]:
-        """An uninterrupted call and its manifest."""
-        said = self.start(source, data, **given).wait()
-        assert said.endswith("done\n"), said
-        return json.loads((data / "manifest.json").read_text())
+    def wait(self, pid: int) -> str:
+        until(lambda: not psutil.pid_exists(pid))
+        return self.log.read_text(errors="replace")
+
+    def finish(self, run: Path) -> dict[str, Any]:
+        """Train to the end, and what the result says."""
+        said = self.wait(self.start(run))
+        assert (run / "result.json").is_file(), said
+        return json.loads((run / "result.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starter]:
-    command = [sys.executable, "-c", f"import sys\n{SERVER}"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield Starter(process, tmp_path_factory.mktemp("logs"))
-        for left_over in psutil.Process(process.pid).children(recursive=True):
-            left_over.kill()
+def trainer(scenes_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    running = {"max_steps": STEPS, "log_every": 1, "save_every": 3, "global_batch_size": 2, "preview_every": 10, "keep_every": 9}
+    validated = {"val_data_dir": str(scenes_dir), "val_every": 8}
+    config = stages.configure(preset="tiny", stage="stage1_32", data_dir=str(scenes_dir), **running, **validated)
+    command = [sys.executable, "-c", SERVER]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        yield Trainer(process, config, tmp_path_factory.mktemp("logs"))
         process.kill()
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """100 different pictures with captions of which some are equal."""
-    folder = tmp_path_factory.mktemp("source")
-    for number in range(100):
-        write_picture(folder / f"{number:03}.png", seed=number)
-        (folder / f"{number:03}.txt").write_text(f"picture {number % 90}")
-    return folder
+def reference(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing happened to."""
+    run = tmp_path_factory.mktemp("reference") / "run"
+    assert trainer.finish(run)["status"] == "done"
+    return run
 
 
-def write_picture(path: Path, *, seed: int) -> None:
-    Image.fromarray(np.random.default_rng(seed).integers(256, size=(40, 48, 3), dtype=np.uint8)).save(path)
+def assert_equal(run: Path, reference: Path) -> None:
+    """Every loss, rate and validation, every weight, average and moment, and every kept checkpoint's place."""
+    names = ("step", "loss", "learning_rate", "grad_norm", "val_loss")
+    told = [[[row.get(name) for name in names] for row in runs.read_metrics(path)] for path in (run, reference)]
+    assert told[0] == told[1]
+    ours, theirs = ({path.name: load_file(path) for path in runs.find_checkpoint(one).glob("*.safetensors")} for one in (run, reference))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[file][name], theirs[file][name]) for file in theirs for name in theirs[file])
+    assert [path.name for path in runs.checkpoints(run)] == [path.name for path in runs.checkpoints(reference)]
+    assert not [path for path in (run / "checkpoints").iterdir() if path.name.startswith(".step")]
 
 
-@pytest.fixture(scope="module")
-def reference(starter: Starter, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What was prepared without a fault."""
-    folder = tmp_path_factory.mktemp("reference") / "data"
-    starter.run(source, folder)
-    return folder
+def spoil(run: Path, chance: random.Random) -> None:
+    """Change a byte of the newest checkpoint, where there is an older one to fall back on."""
+    newest, *others = runs.checkpoints(run)
+    if others and all(map(runs.is_valid, others[:1])):
+        path = chance.choice(sorted(newest.iterdir()))
+        content = bytearray(path.read_bytes())
+        content[chance.randrange(len(content))] ^= 0x55
+        path.write_bytes(content)
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reads here knows of the small batches."""
-    monkeypatch.setattr(cache, "CHUNK", 8)
+@pytest.mark.parametrize("seed", [0, 1] if KILLS >= 50 else [0])
+def test_kills_full_disks_and_damage_at_random_moments_change_nothing(trainer: Trainer, reference: Path, tmp_path: Path, seed: int) -> None:
+    chance, killed, number = random.Random(seed), 0, 0
+    while killed < KILLS // (2 if KILLS >= 50 else 1):
+        number += 1
+        run = tmp_path / f"run-{number}"
+        for _ in range(12):
+            kind = chance.choice(["moment", "moment", "delay", "delay", "full", "damage"])
+            if kind == "damage" and runs.checkpoints(run):
+                spoil(run, chance)
+            event = (*chance.choice(MOMENTS), chance.randint(1, 2), "full" if kind == "full" else "kill")
+            pid = trainer.start(run, *([event] if kind in ("moment", "full") else []))
+            if kind == "delay":
+                time.sleep(chance.uniform(0.1, 1.5))
+                if psutil.pid_exists(pid):
+                    os.kill(pid, signal.SIGKILL)
+            said = trainer.wait(pid)
+            assert kind == "full" or "Error" not in said, said
+            finished = (run / "result.json").is_file() and json.loads((run / "result.json").read_text())["status"] == "done"
+            killed += kind in ("moment", "delay") and not finished
+            if finished:
+                break
+        assert trainer.finish(run)["status"] == "done"
+        assert_equal(run, reference)
+        shutil.rmtree(run)
 
 
-def names(data: Path) -> set[str]:
-    """All files where shards lie."""
-    return {f"{path.parent.name}/{path.name}" for place in ("text", "moments_32") for path in (data / place).iterdir()}
-
-
-def whole(data: Path) -> dict[str, tuple[int, int, str]]:
-    """Shards that are there whole: inode, time of writing, and hash."""
-    found = {}
-    for about in [*(data / "text").glob("[!.]*.json"), *(data / "moments_32").glob("[!.]*.json")]:
-        path, said = about.with_suffix(".arrow"), json.loads(about.read_text())
-        assert runs.file_hash(path) == said["sha256"]
-        found[f"{path.parent.name}/{path.name}"] = (path.stat().st_ino, path.stat().st_mtime_ns, said["sha256"])
-    return found
-
-
-def check(data: Path) -> None:
-    """What the manifest names, if there is one, is whole and can be read."""
-    manifest = cache.read_manifest(data)
-    if manifest is not None:
-        check_hashes(data, manifest, 32)
-        opened = cache.open_cache(data, 32)
-        assert len(opened.captions(range(len(opened)))) == len(opened.rows(range(len(opened)))["moments"]) == 100
-
-
-def test_what_was_whole_before_a_kill_is_kept_and_one_shard_is_lost(
-    starter: Starter, source: Path, reference: Path, tmp_path: Path
+@pytest.mark.parametrize(("call", "path"), MOMENTS, ids=[path for _, path in MOMENTS])
+def test_a_disk_that_is_full_for_a_moment_ends_the_run_in_order(
+    trainer: Trainer, reference: Path, tmp_path: Path, call: str, path: str
 ) -> None:
-    data = tmp_path / "data"
-    before: dict[str, tuple[int, int, str]] = {}
-    for call, path, number, count in [
-        ("replace", "index/items.arrow", 1, 0),
-        ("replace", "checked/unit-*", 3, 0),
-        ("replace", "preflight.json", 1, 0),
-        ("fsync", "text/*.partial", 2, 1),
-        ("replace", "text/*.json", 2, 2),
-        ("fsync", "moments_32/*.partial", 1, 8),
-        ("replace", "moments_32/*.json", 2, 9),
-        ("replace", "moments_32/*.arrow", 3, 11),
-        ("rename", "moments_32/samples-*", 1, 15),
-        ("replace", "manifest.json", 1, 15),
-    ]:
-        said = starter.start(source, data, (call, f"{data}/{path}", number, signal.SIGKILL)).wait()
-        assert not said.endswith("done\n") and "Traceback" not in said, (path, said)
-        after = whole(data)
-        assert len(after) == count and after.items() >= before.items(), path
-        assert not (data / "manifest.json").exists()
-        if path == "preflight.json":
-            assert sum(len(np.load(rows)) for rows in data.glob("checked/known-*/rows.npy")) == 32
-        before = after
-    manifest = starter.run(source, data)
-    assert shards(manifest) == shards(json.loads((reference / "manifest.json").read_text()))
-    assert whole(data) == before and names(data) == names(reference)
-    assert manifest["entries"]["32"] == {"hits": 100, "misses": 0, "stale": 0}
-    check(data)
+    said = trainer.wait(trainer.start(tmp_path / "run", (call, path, 2 if "json" not in path or "manifest" in path else 1, "full")))
+    result = tmp_path / "run/result.json"
+    if result.is_file() and json.loads(result.read_text())["status"] == "stopped":
+        assert "make room and run again" in json.loads(result.read_text())["error"]
+    else:
+        assert result.is_file() or "no space left on device" in said
+    assert trainer.finish(tmp_path / "run")["status"] == "done"
+    assert_equal(tmp_path / "run", reference)
 
 
-def test_kills_at_growing_delays_leave_no_process_and_the_same_cache(
-    starter: Starter, source: Path, reference: Path, tmp_path: Path, mark: str
-) -> None:
-    data = tmp_path / "data"
-    before: dict[str, tuple[int, int, str]] = {}
-    for delay in (0.1, 0.2, 0.4, 0.7, 1.0, 1.4):
-        started = starter.start(source, data, mark=mark, num_workers=2)
-        time.sleep(delay)
-        started.kill()
-        until(lambda: not left(mark))
-        assert whole(data).items() >= before.items()
-        before = whole(data)
-        check(data)
-    assert shards(starter.run(source, data)) == shards(json.loads((reference / "manifest.json").read_text()))
-    assert names(data) == names(reference)
+CELLS = """
+from pathlib import Path
+from sdlab import stages, train
+from sdlab.config import TrainConfig
+SLOW
+config = TrainConfig.model_validate_json(Path("config.json").read_text())
+train.train(config, "run")
+"""
 
 
-@pytest.mark.parametrize("change", ["crop", "picture"])
-def test_a_kill_of_a_second_call_leaves_the_cache_of_the_first_until_the_new_manifest(
-    starter: Starter, source: Path, reference: Path, tmp_path: Path, change: str
-) -> None:
-    data = shutil.copytree(reference, tmp_path / "data")
-    source = shutil.copytree(source, tmp_path / "source")
-    given = {"crop": "random"} if change == "crop" else {}
-    if change == "picture":
-        write_picture(source / "050.png", seed=1000)
-    old, new = (data / "manifest.json").read_bytes(), 7 if change == "crop" else 1
-    for call, path, number, count in [
-        ("replace", "moments_32/*.json", 1, 0),
-        ("rename", "moments_32/samples-*", 1, new),
-        ("replace", "manifest.json", 1, new),
-    ]:
-        starter.start(source, data, (call, f"{data}/{path}", number, signal.SIGKILL), **given).wait()
-        assert (data / "manifest.json").read_bytes() == old and len(whole(data)) == 15 + count
-        check(data)
-    starter.start(source, data, ("unlink", f"{data}/moments_32/*", 1, signal.SIGKILL), **given).wait()
-    assert (data / "manifest.json").read_bytes() != old and len(whole(data)) == 15 + new
-    check(data)
-    first, second = json.loads(old), starter.run(source, data, **given)
-    assert second["resolutions"]["32"]["key"] != first["resolutions"]["32"]["key"] and second["text"] == first["text"]
-    assert len(whole(data)) == 15 and len(names(data)) == 31
-
-
-def test_a_second_call_at_once_is_refused_and_works_afterwards(starter: Starter, source: Path, reference: Path, tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    slow = starter.start(source, data, ("replace", f"{data}/moments_32/*.json", 3, signal.SIGSTOP))
-    until(lambda: psutil.Process(slow.pid).status() == psutil.STATUS_STOPPED)
-    assert f"ConfigError: data_dir {data} is being prepared by another process" in starter.start(source, data).wait()
-    os.kill(slow.pid, signal.SIGCONT)
-    assert slow.wait().endswith("done\n")
-    before = whole(data)
-    assert shards(starter.run(source, data)) == shards(json.loads((reference / "manifest.json").read_text())) and whole(data) == before
-
-
-def test_a_killed_call_takes_its_ranks_and_their_decoding_processes_along(
-    starter: Starter, source: Path, tmp_path: Path, mark: str
-) -> None:
-    (tmp_path / "asleep.py").write_text("import time\ndef work(batch):\n    open(batch[0], 'w').close()\n    time.sleep(1000)\n")
-    sleep = f"""
-    sys.path.append({str(tmp_path)!r})
-    import asleep
-    from sdlab import pool
-    batches = [(number, [f"{tmp_path}/asleep-{{rank}}-{{number}}"]) for number in range(2)]
-    list(pool.map_batches(asleep.work, batches, num_workers=2))
-    """
-    executable = stand_in(tmp_path / "python", work(sleep))
-    started = starter.start(source, tmp_path / "data", mark=mark, executable=executable, devices=2)
-    until(lambda: len([*tmp_path.glob("asleep-*")]) == 4)
-    assert len(left(mark)) >= 6
-    started.kill()
+@in_ci
+def test_a_stop_through_papermill_waits_for_a_save_of_twenty_seconds(scenes_dir: Path, tmp_path: Path, mark: str) -> None:
+    running = {"max_steps": 10_000, "log_every": 1, "save_every": 10_000, "global_batch_size": 2}
+    config = stages.configure(preset="tiny", stage="stage1_32", data_dir=str(scenes_dir), **running)
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELLS.replace("SLOW", textwrap.dedent(SLOW_SAVE)))])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, tmp_path / "in.ipynb")
+    command = [str(Path(sys.executable).with_name("papermill")), "--engine", "sdlab", "in.ipynb", "out.ipynb"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until(lambda: trained(tmp_path / "run", 2))
+    process.terminate()
+    assert process.wait(120) == 143
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["status"] == "stopped" and runs.checkpoint_step(runs.find_checkpoint(tmp_path / "run")) == result["step"]
+    assert "stopping after this step" in nbformat.read(tmp_path / "out.ipynb", 4).cells[0].outputs[0].text
     until(lambda: not left(mark))
-
-
-def test_an_interrupted_call_takes_its_decoding_processes_along(starter: Starter, source: Path, tmp_path: Path, mark: str) -> None:
-    data = tmp_path / "data"
-    stopped = starter.start(source, data, ("replace", f"{data}/checked/unit-*", 1, signal.SIGSTOP), mark=mark, num_workers=2)
-    until(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED)
-    assert len(left(mark)) >= 3
-    os.killpg(stopped.pid, signal.SIGINT)
-    os.kill(stopped.pid, signal.SIGCONT)
-    said = stopped.wait()
-    assert "KeyboardInterrupt" in said and not said.endswith("done\n")
-    until(lambda: not left(mark))
-
-
-def test_decoding_is_shared_out_by_a_process_that_has_run_threaded_operations(starter: Starter, source: Path, tmp_path: Path) -> None:
-    assert starter.start(source, tmp_path / "data", verb="inspect", threads=2, num_workers=2).wait().endswith("done\n")
-    report = json.loads((tmp_path / "data/preflight.json").read_text())
-    assert (report["scanned"], report["used"]) == (100, 100)
