@@ -10,6 +10,8 @@ import hostile
 import nbformat
 import pytest
 
+from sdlab import runs
+
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 
@@ -60,6 +62,21 @@ def test_executed_notebooks_hold_effective_parameters_and_no_widget_states(walk:
         assert path.stat().st_size < 5_000_000
         assert not notebook.metadata.papermill.exception
         assert not any(output.output_type == "error" for cell in notebook.cells for output in cell.get("outputs", []))
+
+
+def test_training_on_two_ranks_through_papermill_shows_its_progress_loss_and_pictures(walk: Path, tmp_path: Path) -> None:
+    run_dir, small = tmp_path / "run", {"devices": 2, "max_steps": 4, "global_batch_size": 4, "log_every": 1, "preview_every": 2}
+    given = {**small, "data_dir": walk / "smoke/data", "run_dir": run_dir}
+    settings = [part for name, value in given.items() for part in ("-p", name, str(value))]
+    done = run(BIN / "papermill", "--engine", "sdlab", "notebooks/02_train_stage.ipynb", tmp_path / "out.ipynb", *settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((run_dir / "result.json").read_text())
+    assert (result["status"], result["step"], runs.read_config(run_dir).world_size) == ("done", 4, 2)
+    executed = nbformat.read(tmp_path / "out.ipynb", as_version=4)
+    outputs = [output for cell in executed.cells for output in cell.get("outputs", [])]
+    said = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert "starts at step 1" in said and "16/16" in said
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
 
 
 def test_the_frozen_parts_can_be_made_again_at_smoke_size(tmp_path: Path) -> None:

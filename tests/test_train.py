@@ -312,6 +312,20 @@ def test_tensorboard_gets_the_same_numbers(scenes_dir: Path, tmp_path: Path) -> 
     assert [event.value for event in events.Scalars("loss")] == pytest.approx([loss for _, loss, _ in losses(tmp_path / "run")])
 
 
+def test_a_step_costs_one_forward_a_micro_batch_and_nothing_that_was_saved_is_computed_again(
+    scenes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwards, steps = [], []
+    losses, step = train._losses, torch.optim.AdamW.step
+    monkeypatch.setattr(train, "_losses", lambda state, batch: forwards.append(len(batch.indices)) or losses(state, batch))
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *arguments, **given: steps.append(1) or step(*arguments, **given))
+    for last in (3, 5):
+        train.train(configure(scenes_dir, micro_batch_size=2, max_steps=last, save_every=3), tmp_path / "run")
+    assert (forwards, len(steps)) == ([2] * 10, 5)
+    train.train(configure(scenes_dir, max_steps=6, val_data_dir=str(scenes_dir), val_every=6), tmp_path / "run")
+    assert (forwards[10:], len(steps)) == ([4] * 11, 6)
+
+
 def test_new_rows_are_handed_on_while_it_trains(scenes_dir: Path, tmp_path: Path) -> None:
     seen: list[list[int]] = []
     train.train(configure(scenes_dir), tmp_path / "run", on_rows=lambda rows: seen.append([row["step"] for row in rows]))
