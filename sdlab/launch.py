@@ -110,6 +110,8 @@ def run_ranks(
     folder.mkdir(parents=True, exist_ok=True)
     meeting = {"run_id": uuid.uuid4().hex, "endpoint": _endpoint(ranks), "shutdown_s": GRACE_S}
     runs.write_json(folder / JOB, {**job, "ranks": {**asdict(ranks), **meeting}})
+    several = f"{ranks.devices} rank{'s' * (ranks.devices > 1)}" + (f" on each of {ranks.num_nodes} nodes" if ranks.num_nodes > 1 else "")
+    print(f"starting {several}; what they say beside the first is in {folder}", flush=True)
     if ranks.rendezvous and ranks.num_nodes > 1:
         print(f"start on each of the other {ranks.num_nodes - 1} nodes: {Path(sys.executable).name} -m sdlab.worker --supervise {folder}")
     if detach:

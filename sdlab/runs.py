@@ -114,6 +114,18 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(f"run_dir {folder} holds other files and no config.json; give a new or empty folder")
 
 
+def check_run(folder: Path, config: TrainConfig) -> int:
+    """Refuse a folder that this run may not use; the step that it would go on from, 0 for a new one.
+
+    Raises:
+        ConfigError: it is a file or holds other files, or a science field differs; both values are named.
+    """
+    _check_folder(folder)
+    if (folder / "config.json").is_file():
+        _check_science(folder, read_config(folder), config)
+    return max(map(checkpoint_step, checkpoints(folder)), default=0)
+
+
 def open_run(folder: Path, config: TrainConfig, *, resume: Resume, lineage: Mapping[str, Any]) -> Path | None:
     """Make a run folder or take up an existing one, and say which checkpoint to continue from (None: from the start).
 

@@ -24,6 +24,9 @@ STATE_BYTES = 16
 class Plan:
     """What a run is going to take."""
 
+    run_dir: str
+    step: int
+    """Where it goes on from."""
     parameters: int
     """Of the UNet."""
     samples: int
@@ -159,11 +162,17 @@ def _check_machine(config: TrainConfig) -> None:
 
 
 def plan(config: TrainConfig, run_dir: str | Path) -> Plan:
-    """What a run is going to take, from shapes alone."""
+    """What a run is going to take, from shapes alone.
+
+    Raises:
+        ConfigError: the folder is not for this run.
+    """
+    folder = resolve_path(run_dir)
+    step = runs.check_run(folder, config)
     parameters, samples = models.count_unet(config.networks), config.max_steps * config.recipe.global_batch_size
     rows = len(open_cache(config.data_dir, config.recipe.resolution))
-    disk = disk_needed(config, resolve_path(run_dir))
-    return Plan(parameters, samples, samples / rows, _memory(config), _available(config), disk)
+    disk = disk_needed(config, folder)
+    return Plan(str(folder), step, parameters, samples, samples / rows, _memory(config), _available(config), disk)
 
 
 def _memory(config: TrainConfig) -> int:

@@ -72,12 +72,22 @@ def test_the_run_table_marks_what_was_overridden():
     running = {"max_steps": 10, "micro_batch_size": 8, "save_every": 5, "log_every": 1, "preview_every": 0}
     recipe = presets.stage(preset, "stage2_64", changed)
     science = {"preset": "tiny", "stage": "stage2_64", "overrides": changed, "networks": preset.networks, "recipe": recipe}
-    plan = stages.Plan(parameters=1_234, samples=320, epochs=0.5, memory_bytes=2 * 10**9, available_bytes=24 * 10**9, disk_bytes=10**9)
+    plan = stages.Plan(
+        run_dir="/run",
+        step=4,
+        parameters=1_234,
+        samples=320,
+        epochs=0.5,
+        memory_bytes=2 * 10**9,
+        available_bytes=24 * 10**9,
+        disk_bytes=10**9,
+    )
     table = tables.run_table(TrainConfig(**science, data_key="0" * 64, data_dir="/data", **running), plan)
     assert [table.rows[index][0] for index in table.marked] == ["learning_rate"]
     assert "tiny/stage2_64 + learning_rate" in repr(table)
+    assert ("run_dir", "/run", "goes on from step 4") in table.rows
     assert ("memory", "2.00", "GB a rank before activations, of 24.0") in table.rows
-    assert ("samples in all", "320", "samples, 0.5 epochs") in table.rows
+    assert ("samples in all", "320", "samples, 0.50 epochs") in table.rows
     assert ("accumulation_steps", 4, "forwards a rank an optimizer step") in table.rows
 
 

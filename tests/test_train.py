@@ -404,6 +404,15 @@ def test_a_folder_of_another_science_is_refused_unchanged(scenes_dir: Path, whol
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*") if path.is_file()} == before
 
 
+def test_the_plan_says_where_the_run_goes_on_and_refuses_a_folder_of_another_science(scenes_dir: Path, whole: Path, tmp_path: Path) -> None:
+    config = configure(scenes_dir, max_steps=10)
+    planned = stages.plan(config, whole)
+    assert (planned.step, planned.samples, planned.epochs) == (4, 40, 1.0) and planned.disk_bytes > planned.parameters * 16
+    assert stages.plan(config, tmp_path / "new").step == 0 and not (tmp_path / "new").exists()
+    with pytest.raises(ConfigError, match="seed: there 0, now 1"):
+        stages.plan(configure(scenes_dir, seed=1), whole)
+
+
 def test_a_unet_of_another_shape_is_not_taken_over(scenes_dir: Path, whole: Path, tmp_path: Path) -> None:
     mine = tmp_path / "wide.yaml"
     mine.write_text("extends: tiny\nnetworks: {unet: {block_out_channels: [96, 192]}}\n")
