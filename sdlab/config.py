@@ -312,9 +312,11 @@ class TrainConfig(Model):
     val_data_dir: str | None = None
     """A prepared folder that the validation loss is measured on."""
     max_steps: int = Field(gt=0)
-    devices: int = Field(1, ge=1)
+    devices: int = Field(1, ge=1, strict=True)
     """Ranks on each node."""
     num_nodes: int = Field(1, ge=1)
+    bucketed: bool = False
+    """Whether the pictures have several shapes, and the order in which they come depends on the micro-batch size."""
     strategy: Strategy = "auto"
     """How several ranks share the work: ddp keeps the weights on each, fsdp shards them; auto: ddp."""
     rendezvous: str | None = None
@@ -347,11 +349,19 @@ class TrainConfig(Model):
         accumulation_steps(self.recipe.global_batch_size, self.micro_batch_size, world_size=self.world_size)
         if self.strategy == "fsdp" and self.recipe.precision == "16-mixed":
             raise ValueError("precision='16-mixed' cannot be used with strategy='fsdp'; use bf16-mixed, or ddp")
+        if self.recipe.lr_schedule == "cosine" and self.max_steps > self.recipe.schedule_steps:
+            given = f"max_steps={self.max_steps} is more than schedule_steps={self.recipe.schedule_steps}"
+            raise ValueError(f"{given}, where the cosine has come down to zero; lower it")
         if self.keep_every % self.save_every:
             raise ValueError(f"keep_every={self.keep_every} has to be a multiple of save_every={self.save_every}")
         if self.val_every and self.val_data_dir is None:
             raise ValueError("val_every needs val_data_dir, a folder that notebook 01 prepared from pictures that are not trained on")
         return self
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _as_once_written(cls, value: Any) -> Any:
+        return 1 if value == "auto" else value
 
     @field_validator("rendezvous")
     @classmethod
@@ -364,7 +374,7 @@ class TrainConfig(Model):
         """The fields that fix what is computed, flat; they may not change in a run folder."""
         recipe = {f"recipe.{key}": value for key, value in self.recipe.model_dump(exclude={"micro_batch_size", "source"}).items()}
         fixed = self.model_dump(include={"preset", "stage", "networks", "seed", "data_key", "parent_hash"})
-        return {**fixed, **recipe}
+        return {**fixed, **recipe, **({"micro_batch_size": self.micro_batch_size} if self.bucketed else {})}
 
 
 def accumulation_steps(global_batch_size: int, micro_batch_size: int, *, world_size: int) -> int:

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,12 +81,18 @@ class Ranks:
     """How often all ranks are started again after one has died."""
     stop: str | None = None
     """The file that asks the ranks to stop in order; without one they are told by a signal."""
-    grace_s: float = 0
-    """Seconds that ranks which were asked to stop may take."""
+    grace_s: float | None = None
+    """Seconds that ranks which were asked to stop may take; None for what `runs.grace_s` says."""
 
 
 def run_ranks(
-    folder: Path, job: Mapping[str, Any], ranks: Ranks, *, detach: bool = False, meanwhile: Callable[[], None] = lambda: None
+    folder: Path,
+    job: Mapping[str, Any],
+    ranks: Ranks,
+    *,
+    detach: bool = False,
+    held: Sequence[int] = (),
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
     """Run one job on several ranks under torchrun, and wait for them.
 
@@ -97,6 +103,7 @@ def run_ranks(
         folder: where the job is written for them; on a file system that all nodes share.
         job: with its `verb`, see `sdlab.worker`.
         ranks: how many, and how they meet.
+        held: descriptors, as of a lock, that stay open as long as the ranks of this node run.
         detach: do not wait; the ranks go on when this process ends, and what they say is in `folder/log.txt`.
         meanwhile: called about ten times a second.
 
@@ -108,7 +115,8 @@ def run_ranks(
     started, threads = _on_all_nodes(ranks)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    meeting = {"run_id": uuid.uuid4().hex, "endpoint": _endpoint(ranks), "shutdown_s": GRACE_S}
+    shutdown_s = GRACE_S if ranks.stop is None else 1  # those that a file stops do not listen to signals
+    meeting = {"run_id": uuid.uuid4().hex, "endpoint": _endpoint(ranks), "shutdown_s": shutdown_s}
     runs.write_json(folder / JOB, {**job, "ranks": {**asdict(ranks), **meeting}})
     several = f"{ranks.devices} rank{'s' * (ranks.devices > 1)}" + (f" on each of {ranks.num_nodes} nodes" if ranks.num_nodes > 1 else "")
     print(f"starting {several}; what they say beside the first is in {folder}", flush=True)
@@ -116,11 +124,19 @@ def run_ranks(
         print(f"start on each of the other {ranks.num_nodes - 1} nodes: {Path(sys.executable).name} -m sdlab.worker --supervise {folder}")
     if detach:
         with (folder / LOG).open("wb") as log:
-            subprocess.Popen(
-                [*started, *command], env=_environment(threads), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            subprocess.Popen([*started, *command], env=_environment(threads), start_new_session=True, pass_fds=held, **streams)
         return
-    _attend([*started, *command], _environment(threads), folder, ranks, meanwhile)
+    _attend(_start([*started, *command], _environment(threads), held), folder, ranks, meanwhile)
+
+
+def check(ranks: Ranks) -> None:
+    """Refuse more ranks than there may be.
+
+    Raises:
+        ConfigError: see `run_ranks`.
+    """
+    _on_all_nodes(ranks)
 
 
 def _on_all_nodes(ranks: Ranks) -> tuple[list[str], int]:
@@ -175,18 +191,22 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 @contextmanager
-def asks_to_stop(stop: Path | None, grace_s: float) -> Iterator[None]:
-    """Turn the first interrupt or SIGTERM into a request to stop, the file `stop`; a second one interrupts at once."""
+def asks_to_stop(stop: Path | None, grace_s: float | None) -> Iterator[None]:
+    """Turn the first interrupt or SIGTERM into a request to stop, the file `stop` of a run folder; a second one interrupts at once."""
     if stop is None or threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    asked = False
+
     def ask(number: int, frame: Any) -> None:
-        if stop.exists():
+        nonlocal asked
+        if asked:
             raise KeyboardInterrupt
+        asked = True
         stop.touch()
         if GRACE_FILE in os.environ:
-            Path(os.environ[GRACE_FILE]).write_text(str(grace_s))
+            Path(os.environ[GRACE_FILE]).write_text(str(runs.grace_s(stop.parent, grace_s)))
         print("stopping after this step, with a checkpoint; interrupt again to stop at once", flush=True)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -197,9 +217,8 @@ def asks_to_stop(stop: Path | None, grace_s: float) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _attend(command: list[str], environment: dict[str, str], folder: Path, ranks: Ranks, meanwhile: Callable[[], None]) -> None:
-    """Start what supervises the ranks, show what they say, and see to it that they end."""
-    process = _start(command, environment)
+def _attend(process: subprocess.Popen[bytes], folder: Path, ranks: Ranks, meanwhile: Callable[[], None]) -> None:
+    """Show what the ranks say, and see to it that what supervises them ends."""
     said = ""
     try:
         with asks_to_stop(Path(ranks.stop) if ranks.stop else None, ranks.grace_s):
@@ -207,17 +226,17 @@ def _attend(command: list[str], environment: dict[str, str], folder: Path, ranks
                 said = _show(process, said)
                 meanwhile()
                 time.sleep(0.1)
+        meanwhile()
     finally:
         _end(process)
         said = _show(process, said)
     if process.returncode:
-        _raise(process.returncode, said, folder)
+        raise cause(process.returncode, said, folder)
 
 
-def _start(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+def _start(command: list[str], environment: dict[str, str], held: Sequence[int]) -> subprocess.Popen[bytes]:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=held, **pipes)
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
     return process
@@ -234,29 +253,35 @@ def _show(process: subprocess.Popen[bytes], said: str) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Tell a process that still runs to leave, and make it after a while."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(2 * GRACE_S)
-    except subprocess.TimeoutExpired:
+    """Tell a process that still runs to leave, twice since the first time may ask it to do so in order, and make it after a while."""
+    for patience in (1, 2 * GRACE_S):
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+    if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def _raise(code: int, said: str, folder: Path) -> None:
-    """The cause: a rank that a signal ended, else the first error that a rank has written down, else how the first one has left."""
+def cause(code: int, said: str, folder: Path) -> ConfigError | RuntimeError:
+    """Why ranks failed: one that a signal ended, else the first error that one has written down, else how the first one has left.
+
+    Args:
+        code: how what supervises them has left.
+        said: what was heard last.
+        folder: of the job.
+    """
     failures = [one for path in folder.glob("failures-*.json") for one in json.loads(path.read_text(encoding="utf-8"))]
     failures.sort(key=lambda one: (one["exit_code"] in (0, -signal.SIGTERM), one["exit_code"] >= 0, one["time"]))
     errors = sorted((json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("error-*.json")), key=lambda one: one["time"])
     if errors and not (failures and failures[0]["exit_code"] < 0 and failures[0]["exit_code"] != -signal.SIGTERM):
         if errors[0]["config_error"]:
-            raise ConfigError(errors[0]["message"])
-        raise RuntimeError(f"rank {errors[0]['rank']} failed:\n{errors[0]['traceback']}")
+            return ConfigError(errors[0]["message"])
+        return RuntimeError(f"rank {errors[0]['rank']} failed:\n{errors[0]['traceback']}")
     rank, ended = (failures[0]["rank"], failures[0]["exit_code"]) if failures else (None, code)
     memory = " (out of memory?)" if ended == -signal.SIGKILL else ""
     how = f"was ended by {signal.Signals(-ended).name}{memory}" if ended < 0 else f"left with exit code {ended}"
     log = folder / f"rank-{rank}.log"
     last = (log.read_text(encoding="utf-8", errors="replace") if log.is_file() else said).strip()[-TAIL:]
-    raise RuntimeError(f"{'what supervises the ranks' if rank is None else f'rank {rank}'} {how}; what it said last:\n{last or 'nothing'}")
+    return RuntimeError(f"{'what supervises the ranks' if rank is None else f'rank {rank}'} {how}; what it said last:\n{last or 'nothing'}")

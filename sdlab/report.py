@@ -127,7 +127,7 @@ class Report:
             "elapsed_s": round(time.monotonic() - self.started, 3),
             "device_hours": round(self.spent + self._hours(time.monotonic()), 6),
             "run_dir": str(self.folder),
-            "export": str(self.folder / "export") if status != "failed" and step else None,
+            "export": str(self.folder / "export") if not error and step else None,
             "error": error or None,
         }
         runs.write_json(self.folder / "result.json", result)
@@ -161,4 +161,7 @@ class Follow:
         size = self.path.stat().st_size if self.path.is_file() else 0
         if size != self.seen:
             self.seen = size
-            self.on_rows(runs.read_metrics(self.path.parent))
+            try:
+                self.on_rows(runs.read_metrics(self.path.parent))
+            except Exception as error:
+                print(f"metrics cannot be shown: {type(error).__name__}: {error}")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
-
-from filelock import FileLock, Timeout
 
 from sdlab.config import ConfigError, TrainConfig, build
 
@@ -82,23 +83,35 @@ def _read_table(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def lock(folder: Path) -> Iterator[None]:
+def lock(folder: Path) -> Iterator[int]:
     """A run folder, made if need be, for one training alone; reading it needs no lock.
+
+    Yields:
+        The descriptor that holds the lock: a process that inherits it holds it too, until it ends.
 
     Raises:
         ConfigError: another one holds it, or the folder is not for a run.
     """
     _check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    held = FileLock(folder / LOCK)
+    held = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
     try:
-        held.acquire(timeout=LOCK_S)
-    except Timeout:
-        raise ConfigError(f"run_dir {folder} is being trained by another process; wait for it, stop it, or give another run_dir") from None
-    try:
-        yield
+        _acquire(held, folder)
+        yield held
     finally:
-        held.release()
+        os.close(held)
+
+
+def _acquire(held: int, folder: Path) -> None:
+    until = time.monotonic() + LOCK_S
+    while True:
+        try:
+            return fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                advice = "wait for it, stop it, or give another run_dir"
+                raise ConfigError(f"run_dir {folder} is being trained by another process; {advice}") from None
+        time.sleep(0.05)
 
 
 def _check_folder(folder: Path) -> None:
@@ -178,9 +191,16 @@ def _record_change(folder: Path, known: TrainConfig | None, config: TrainConfig)
 
 
 def append_metrics(folder: Path, row: Mapping[str, Any]) -> None:
-    """Add one row to `metrics.jsonl`, in one write, so that a row is there once this returns, whatever kills the process then."""
-    with (folder / METRICS).open("ab") as lines:
-        lines.write(f"{json.dumps(row)}\n".encode())
+    """Add one row to `metrics.jsonl`, whole or, where the disk is full, not at all."""
+    with (folder / METRICS).open("ab", buffering=0) as lines:
+        size = lines.tell()
+        try:
+            data = (json.dumps(row) + "\n").encode()
+            if lines.write(data) != len(data):
+                raise OSError(errno.ENOSPC, "a row does not fit on the disk", str(folder / METRICS))
+        except OSError:
+            lines.truncate(size)
+            raise
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -97,15 +98,16 @@ def configure(
     parent = parents.load_parent(init_from, weights=init_weights) if init_from else None
     if parent is not None:
         parents.check_parent_fits(parent, family.networks)
-    ranks = launch.devices(devices) if devices == "auto" or isinstance(devices, int) else devices
-    share = recipe.global_batch_size // max(1, ranks * running.get("num_nodes", 1)) if isinstance(ranks, int) else 1
+    ranks = launch.devices("auto") if devices == "auto" else devices
+    counts = (ranks, running.get("num_nodes", 1))
+    share = recipe.global_batch_size // max(1, math.prod(counts)) if all(isinstance(count, int) for count in counts) else 1
     values = {
         **{"preset": preset, "stage": stage, "overrides": changes, "networks": family.networks, "recipe": recipe},
         **{"data_key": cache.key, "data_dir": str(resolve_path(data_dir))},
         **{"init_from": init_from, "init_weights": init_weights, "parent_hash": parent.weights_hash if parent is not None else None},
         "max_steps": recipe.schedule_steps if max_steps is None else max_steps,
         "micro_batch_size": min(recipe.micro_batch_size, max(1, share)) if micro_batch_size is None else micro_batch_size,
-        "devices": ranks,
+        **{"devices": ranks, "bucketed": len(cache.buckets) > 1},
         "val_data_dir": None if val_data_dir is None else str(resolve_path(val_data_dir)),
         "val_every": (save_every if val_data_dir else 0) if val_every is None else val_every,
         **{"save_every": save_every, "log_every": log_every, "preview_every": preview_every},

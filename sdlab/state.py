@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 from sdlab import launch, models, optim, parents, runs
 from sdlab.checkpoints import Checkpoints
-from sdlab.config import TrainConfig
+from sdlab.config import ConfigError, TrainConfig
 
 TIMEOUT_MINUTES = 20.0
 """How long a rank waits for the others, which may be writing a checkpoint or drawing a preview."""
@@ -100,6 +100,8 @@ def restore(config: TrainConfig, fabric: Fabric, folder: Path) -> State:
             models.hand_over(unet, _Lazy(saved["weights"]), source=str(checkpoint))
         elif config.init_from is not None:
             parent = parents.load_parent(config.init_from, weights=config.init_weights)
+            if parent.weights_hash != config.parent_hash:
+                raise ConfigError(f"the weights of {parent.name} have changed since this run was planned; run again")
             models.hand_over(unet, parent.state_dict(), source=parent.name)
         wrapped: Any = fabric.setup_module(unet.train())
         module = wrapped.module

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from sdlab import launch, models, optim, parents, runs, sample, stages
 from sdlab.batches import Batch, Batches
 from sdlab.cache import Cache, open_cache
 from sdlab.checkpoints import Checkpoints, NoSpace
-from sdlab.config import Stage, TrainConfig, resolve_path
+from sdlab.config import ConfigError, Stage, TrainConfig, build, resolve_path
 from sdlab.report import Follow, OnRows, Outcome, Report
 from sdlab.state import State, drawing, make_fabric, restore, save
 
@@ -57,42 +57,40 @@ def train(
     folder = resolve_path(run_dir)
     follow = Follow(folder, on_rows) if on_rows is not None else _nothing
     alone = config.world_size == 1 and launch.device().type == "cpu" and not detach
-    with runs.lock(folder):
+    stop, grace_s = folder / "stop", config.stop_grace_s
+    ranks = launch.Ranks(config.devices, config.num_nodes, config.rendezvous, config.max_restarts, str(stop), grace_s)
+    with runs.lock(folder) as held:
+        launch.check(ranks)
         stages.check_disk(config, folder)
         runs.open_run(folder, config, resume=resume, lineage=_lineage(config))
-        if alone:
-            with launch.asks_to_stop(folder / "stop", runs.grace_s(folder, config.stop_grace_s)):
-                return _run(config, folder, follow)
-    return _run_on_ranks(config, folder, follow, detach=detach)
-
-
-def _run_on_ranks(config: TrainConfig, folder: Path, follow: Callable[[], None], *, detach: bool) -> dict[str, Any]:
-    ranks = launch.Ranks(
-        config.devices,
-        config.num_nodes,
-        config.rendezvous,
-        config.max_restarts,
-        stop=str(folder / "stop"),
-        grace_s=runs.grace_s(folder, config.stop_grace_s),
-    )
-    job = {"verb": "train", "run_dir": str(folder)}
-    try:
-        launch.run_ranks(folder / "job", job, ranks, detach=detach, meanwhile=follow)
-    except RuntimeError as error:
-        if not (folder / "result.json").is_file():
-            newest = max(map(runs.checkpoint_step, runs.checkpoints(folder)), default=0)
-            runs.write_json(folder / "result.json", {"status": "failed", "step": newest, "run_dir": str(folder), "error": str(error)})
-        raise
+        try:
+            if alone:
+                with launch.asks_to_stop(stop, grace_s):
+                    return _run(config, folder, follow)
+            job = {"verb": "train", "run_dir": str(folder), "config": config.model_dump(mode="json")}
+            launch.run_ranks(folder / "job", job, ranks, detach=detach, held=[held], meanwhile=follow)
+        except Exception as error:
+            _tell(folder, error)
+            raise
     if detach:
         return {"status": "started", "run_dir": str(folder)}
     return dict(json.loads((folder / "result.json").read_text(encoding="utf-8")))
 
 
+def _tell(folder: Path, error: Exception) -> None:
+    """Write why a run failed to its `result.json`, where that may hold what a rank made of it."""
+    path = folder / "result.json"
+    told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"run_dir": str(folder)}
+    with suppress(OSError):
+        runs.write_json(path, {**told, "status": "failed", "error": f"{type(error).__name__}: {error}"})
+
+
 def work(job: Mapping[str, Any], *, rank: int, world_size: int) -> None:
     """What one rank does."""
-    folder = Path(job["run_dir"])
-    with runs.lock(folder) if rank == 0 else nullcontext():
-        _run(runs.read_config(folder), folder, _nothing)
+    config = build(TrainConfig, job["config"], where="job")
+    if config.world_size != world_size:
+        raise ConfigError(f"the job is for {config.world_size} ranks, and rank {rank} is one of {world_size}")
+    _run(config, Path(job["run_dir"]), _nothing)
 
 
 def _nothing() -> None:
@@ -104,6 +102,7 @@ def _run(config: TrainConfig, folder: Path, follow: Callable[[], None]) -> dict[
     fabric = make_fabric(config)
     state = restore(config, fabric, folder)
     if state.is_first:
+        (folder / "result.json").unlink(missing_ok=True)
         runs.rewind_metrics(folder, state.step)
         print(f"{folder}: continues from step {state.step}" if state.step else f"{folder}: starts at step 1")
     frozen = models.load_frozen(config.networks)
@@ -111,13 +110,13 @@ def _run(config: TrainConfig, folder: Path, follow: Callable[[], None]) -> dict[
     try:
         with launch.attention(fabric.device), Checkpoints(folder, keep_every=config.keep_every) as written:
             status, reason = _loop(config, folder, state, frozen, report, written)
+        if not reason:
+            _export(config, folder, state, frozen)
     except Exception as error:
         error.add_note(f"on rank {fabric.global_rank} of {fabric.world_size}, after step {state.step}")
         if state.is_first:
             report.result("failed", state.step, error=f"{type(error).__name__}: {error}")
         raise
-    if not reason:
-        _export(config, folder, state, frozen)
     return report.result(status, state.step, error=reason) if state.is_first else {}
 
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 SET_PARENT_DEATH_SIGNAL = 1
+SUPERVISOR = "SDLAB_SUPERVISOR"
+"""The environment variable that tells a rank the process id of its supervisor."""
 
 
 def main() -> None:
@@ -39,11 +41,13 @@ def main() -> None:
 
 def _supervise(folder: Path, *, attached: bool) -> int:
     """Run the ranks of this node; the exit code."""
-    ranks = _read_job(folder)["ranks"]
-    signal.signal(signal.SIGTERM, _Stop(ranks))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    job = _read_job(folder)
+    ranks, stop = job["ranks"], _Stop(job["ranks"])
+    signal.signal(signal.SIGTERM, stop.on_signal)
+    signal.signal(signal.SIGINT, stop.at_once)
+    os.environ[SUPERVISOR] = str(os.getpid())
     if attached:
-        threading.Thread(target=_follow_the_starter, daemon=True).start()
+        threading.Thread(target=_follow_the_starter, args=[stop], daemon=True).start()
 
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -68,33 +72,59 @@ def _supervise(folder: Path, *, attached: bool) -> int:
         failures = [{"rank": rank, "exit_code": one.exitcode, "time": one.timestamp} for rank, one in error.failures.items()]
         with suppress(OSError):  # a full disk, for example; what was said last is told too
             (folder / f"failures-{socket.gethostname()}-{os.getpid()}.json").write_text(json.dumps(failures), encoding="utf-8")
+        if not attached and "run_dir" in job:
+            _tell_nobody_waited(folder, Path(job["run_dir"]))
         return 1
     except SignalException:
         return 1
     return 0
 
 
+def _tell_nobody_waited(folder: Path, run_dir: Path) -> None:
+    """Write what went wrong to a run that goes on without its notebook."""
+    from sdlab import launch, runs
+
+    if not (run_dir / "result.json").is_file():
+        error = str(launch.cause(1, "", folder))
+        runs.write_json(run_dir / "result.json", {"status": "failed", "run_dir": str(run_dir), "error": error})
+
+
 class _Stop:
-    """What SIGTERM does: the first asks the ranks to stop in order, a second one or too long a wait ends them."""
+    """The first SIGTERM asks the ranks to stop in order; a second one, an interrupt or too long a wait ends them."""
 
     def __init__(self, ranks: dict[str, Any]) -> None:
-        self.file, self.grace_s = ranks["stop"], ranks["grace_s"]
+        self.file, self.grace_s, self.signals = ranks["stop"], ranks["grace_s"], 0
 
-    def __call__(self, number: int, _: object) -> None:
-        if self.file is None or Path(self.file).exists():
-            from torch.distributed.elastic.multiprocessing import SignalException
+    def on_signal(self, number: int, frame: object) -> None:
+        """SIGTERM has come."""
+        self.signals += 1
+        if self.file is None or self.signals > 1:
+            self.at_once(number, frame)
+        self.ask()
 
-            raise SignalException("told to end", sigval=signal.Signals(number))
+    def at_once(self, number: int, _: object) -> None:
+        """Let torchrun end the ranks."""
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        raise SignalException("told to end", sigval=signal.Signals(number))
+
+    def ask(self) -> None:
+        """Ask the ranks to stop, and end them when they have had their time."""
+        if self.file is None:
+            os.kill(os.getpid(), signal.SIGINT)
+            return
+        from sdlab import runs
+
         Path(self.file).touch()
-        timer = threading.Timer(self.grace_s, os.kill, (os.getpid(), signal.SIGTERM))
+        timer = threading.Timer(runs.grace_s(Path(self.file).parent, self.grace_s), os.kill, (os.getpid(), signal.SIGINT))
         timer.daemon = True
         timer.start()
 
 
-def _follow_the_starter() -> None:
+def _follow_the_starter(stop: _Stop) -> None:
     while os.read(0, 1 << 12):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    stop.ask()
 
 
 # A rank
@@ -104,6 +134,8 @@ def _work(folder: Path) -> None:
     """Do the job; a failure is written to `FOLDER/error-RANK.json`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.environ.get(SUPERVISOR, str(os.getppid())) != str(os.getppid()):
+            _leave(1)  # it ended before that
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     error_file = folder / f"error-{rank}.json"
     try:
@@ -113,7 +145,10 @@ def _work(folder: Path) -> None:
             os.dup2(log, 1)
             os.dup2(log, 2)
         sys.stdout, sys.stderr = _Forgiving(sys.stdout), _Forgiving(sys.stderr)
-        _do(_read_job(folder), rank, world_size)
+        job = _read_job(folder)
+        if job["ranks"]["stop"] is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # whoever ends a whole job tells the supervisor too, and that asks in order
+        _do(job, rank, world_size)
     except BaseException as error:
         _write_error(error_file, rank, error)
         _leave(1)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from test_launch import left, mark, stand_in, until
 
 from sdlab import prepare, runs, stages, train
-from sdlab.config import TrainConfig
+from sdlab.config import ConfigError, TrainConfig
 
 __all__ = ["mark"]
 STEPS = 4
@@ -138,7 +138,7 @@ def start(tmp_path: Path, config: TrainConfig, body: str = "", **given: Any) -> 
     import json, sys
     from pathlib import Path
     from sdlab import train
-    from sdlab.config import TrainConfig
+    from sdlab.config import ConfigError, TrainConfig
     sys.executable = {stand_in(tmp_path / "python", textwrap.dedent(body))!r}
     config = TrainConfig.model_validate_json(Path({str(tmp_path / "config.json")!r}).read_text())
     print(json.dumps(train.train(config, {str(tmp_path / "run")!r}, **{given!r})))
@@ -252,6 +252,40 @@ def test_a_run_outlives_what_has_started_it_and_can_be_stopped_by_its_file(scene
     assert json.loads(said(process).splitlines()[-1])["status"] == "started"
     until(lambda: trained(tmp_path / "run", 1))
     (tmp_path / "run/stop").touch()
+    until(lambda: (tmp_path / "run/result.json").is_file())
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "stopped"
+    until(lambda: not left(mark))
+
+
+def test_a_folder_is_held_from_the_start_of_ranks_to_their_end(scenes_dir: Path, tmp_path: Path, mark: str) -> None:
+    """A second call is refused also before the ranks of a detached run have come up, and harms nothing."""
+    process = start(tmp_path, configure(scenes_dir, max_steps=3), detach=True)
+    assert json.loads(said(process).splitlines()[-1])["status"] == "started"
+    with pytest.raises(ConfigError, match="is being trained by another process"):
+        train.train(configure(scenes_dir, max_steps=2), tmp_path / "run")
+    until(lambda: (tmp_path / "run/result.json").is_file())
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert (result["status"], result["max_steps"], len(losses(tmp_path / "run"))) == ("done", 3, 3)
+    until(lambda: not left(mark))
+
+
+def test_a_detached_run_that_dies_says_why(scenes_dir: Path, tmp_path: Path, mark: str) -> None:
+    process = start(tmp_path, configure(scenes_dir, max_steps=10_000), detach=True)
+    said(process)
+    until(lambda: trained(tmp_path / "run", 1))
+    until(lambda: rank_process(mark, 0)).kill()
+    until(lambda: (tmp_path / "run/result.json").is_file())
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["status"] == "failed" and "rank 0 was ended by SIGKILL" in result["error"]
+    until(lambda: not left(mark))
+
+
+@in_ci
+def test_a_stop_that_was_asked_for_is_not_undone_by_the_death_of_the_starter(scenes_dir: Path, tmp_path: Path, mark: str) -> None:
+    process = start(tmp_path, configure(scenes_dir, devices=2, max_steps=10_000, save_every=10_000), SLOW_SAVE)
+    until(lambda: trained(tmp_path / "run", 1))
+    (tmp_path / "run/stop").touch()
+    process.kill()
     until(lambda: (tmp_path / "run/result.json").is_file())
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "stopped"
     until(lambda: not left(mark))

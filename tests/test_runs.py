@@ -158,8 +158,18 @@ def test_the_lock_of_a_killed_training_is_free(tmp_path: Path) -> None:
 
 
 def test_an_error_under_the_lock_is_not_taken_for_a_held_lock(tmp_path: Path) -> None:
-    with pytest.raises(runs.Timeout), runs.lock(tmp_path):
-        raise runs.Timeout("another lock")
+    with pytest.raises(BlockingIOError), runs.lock(tmp_path):
+        raise BlockingIOError
+
+
+def test_a_process_that_inherits_the_lock_holds_it_to_its_end(tmp_path: Path) -> None:
+    with runs.lock(tmp_path) as held:
+        heir = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[held])
+    with pytest.raises(ConfigError, match="is being trained by another process"), runs.lock(tmp_path):
+        pass
+    heir.communicate(b"\n")
+    with runs.lock(tmp_path):
+        pass
 
 
 def test_the_lock_leaves_alone_what_is_no_run_folder(tmp_path: Path) -> None:

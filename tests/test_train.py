@@ -150,6 +150,55 @@ def poison(monkeypatch: pytest.MonkeyPatch, row: int, after: int = 0) -> None:
     monkeypatch.setattr(train, "_losses", losses)
 
 
+def test_a_stop_file_and_then_a_signal_still_end_with_a_checkpoint(
+    scenes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = train.save
+
+    def signalled(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(*arguments)
+
+    monkeypatch.setattr(train, "save", signalled)
+    requested = runs.stop_requested
+    monkeypatch.setattr(runs, "stop_requested", lambda folder: (folder / "stop").touch() or requested(folder))
+    result = train.train(configure(scenes_dir, max_steps=100), tmp_path / "run")
+    assert (result["status"], result["step"]) == ("stopped", 1)
+    assert runs.checkpoint_step(runs.find_checkpoint(tmp_path / "run")) == 1
+
+
+def test_an_export_that_fails_is_told_in_the_result_and_made_by_the_next_call(
+    scenes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(models, "save_pipeline", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train.train(configure(scenes_dir, max_steps=1), tmp_path / "run")
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "failed"
+    assert train.train(configure(scenes_dir, max_steps=1), tmp_path / "run")["status"] == "done"
+    assert (tmp_path / "run/export/model_index.json").is_file()
+
+
+def test_a_refused_call_leaves_a_finished_run_as_it_was(scenes_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    train.train(configure(scenes_dir, max_steps=1), tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.json")}
+    with pytest.raises(ConfigError, match="num_nodes=2, and this process may use 1"):
+        train.train(configure(scenes_dir, max_steps=1, num_nodes=2), tmp_path / "run")
+    assert {path: path.read_bytes() for path in (tmp_path / "run").glob("*.json")} == before
+
+
+def test_what_fails_to_show_rows_does_not_stop_the_run(scenes_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train.train(configure(scenes_dir, max_steps=1), tmp_path / "run", on_rows=lambda rows: 1 / 0)
+    assert "metrics cannot be shown: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_bucketed_data_keep_their_micro_batch_size_within_a_run(scenes_dir: Path, tmp_path: Path) -> None:
+    config = configure(scenes_dir, max_steps=1, micro_batch_size=2)
+    bucketed = config.model_copy(update={"bucketed": True})
+    assert {**bucketed.science(), "micro_batch_size": 0} == {**config.science(), "micro_batch_size": 0} != config.science()
+
+
 def test_a_loss_that_is_not_finite_stops_at_once_names_the_sample_and_keeps_the_checkpoint(
     scenes_dir: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +432,9 @@ def test_a_users_preset_file_and_overrides_reach_the_run(scenes_dir: Path, tmp_p
         ({"precision": "16-mixed", "strategy": "fsdp"}, "cannot be used with strategy='fsdp'"),
         ({"keep_every": 3}, "keep_every=3 has to be a multiple of save_every=200"),
         ({"rendezvous": "node1"}, "host:port.*given: 'node1'"),
+        ({"num_nodes": None}, "num_nodes.*given: None"),
+        ({"devices": "2"}, "micro_batch_size|devices"),
+        ({"overrides": {"lr_schedule": "cosine"}, "max_steps": 101}, "max_steps=101 is more than schedule_steps=100"),
         ({"val_every": 2}, "val_every needs val_data_dir"),
         ({"val_data_dir": "/nowhere"}, "/nowhere"),
         ({"overrides": {"learning_rate": float("inf")}}, "learning_rate"),
