@@ -34,6 +34,8 @@ GRACE_FILE = "SDLAB_GRACE"
 """The environment variable that names a file in which a notebook says how many seconds a stop may take."""
 GRACE_S = 10
 """Seconds that ranks have to leave by themselves when they are told to."""
+TOLD_TO_LEAVE = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+"""How ranks leave that torchrun has ended since another one had failed."""
 TAIL = 2000
 """Characters of what a rank said last that an error repeats."""
 
@@ -115,8 +117,7 @@ def run_ranks(
     started, threads = _on_all_nodes(ranks)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    shutdown_s = GRACE_S if ranks.stop is None else 1  # those that a file stops do not listen to signals
-    meeting = {"run_id": uuid.uuid4().hex, "endpoint": _endpoint(ranks), "shutdown_s": shutdown_s}
+    meeting = {"run_id": uuid.uuid4().hex, "endpoint": _endpoint(ranks), "shutdown_s": GRACE_S}
     runs.write_json(folder / JOB, {**job, "ranks": {**asdict(ranks), **meeting}})
     several = f"{ranks.devices} rank{'s' * (ranks.devices > 1)}" + (f" on each of {ranks.num_nodes} nodes" if ranks.num_nodes > 1 else "")
     print(f"starting {several}; what they say beside the first is in {folder}", flush=True)
@@ -273,9 +274,9 @@ def cause(code: int, said: str, folder: Path) -> ConfigError | RuntimeError:
         folder: of the job.
     """
     failures = [one for path in folder.glob("failures-*.json") for one in json.loads(path.read_text(encoding="utf-8"))]
-    failures.sort(key=lambda one: (one["exit_code"] in (0, -signal.SIGTERM), one["exit_code"] >= 0, one["time"]))
+    failures.sort(key=lambda one: (one["exit_code"] in TOLD_TO_LEAVE, one["exit_code"] >= 0, one["time"]))
     errors = sorted((json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("error-*.json")), key=lambda one: one["time"])
-    if errors and not (failures and failures[0]["exit_code"] < 0 and failures[0]["exit_code"] != -signal.SIGTERM):
+    if errors and not (failures and failures[0]["exit_code"] < 0 and failures[0]["exit_code"] not in TOLD_TO_LEAVE):
         if errors[0]["config_error"]:
             return ConfigError(errors[0]["message"])
         return RuntimeError(f"rank {errors[0]['rank']} failed:\n{errors[0]['traceback']}")

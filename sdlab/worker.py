@@ -66,6 +66,7 @@ def _supervise(folder: Path, *, attached: bool) -> int:
         signals_to_handle="SIGQUIT",  # the others are handled here
         shutdown_timeout=ranks["shutdown_s"],
     )
+    stop.running = True
     try:
         elastic_launch(config, sys.executable)("-m", "sdlab.worker", str(folder))
     except ChildFailedError as error:
@@ -93,7 +94,7 @@ class _Stop:
     """The first SIGTERM asks the ranks to stop in order; a second one, an interrupt or too long a wait ends them."""
 
     def __init__(self, ranks: dict[str, Any]) -> None:
-        self.file, self.grace_s, self.signals = ranks["stop"], ranks["grace_s"], 0
+        self.file, self.grace_s, self.signals, self.running = ranks["stop"], ranks["grace_s"], 0, False
 
     def on_signal(self, number: int, frame: object) -> None:
         """SIGTERM has come."""
@@ -104,6 +105,8 @@ class _Stop:
 
     def at_once(self, number: int, _: object) -> None:
         """Let torchrun end the ranks."""
+        if not self.running:
+            _leave(1)
         from torch.distributed.elastic.multiprocessing import SignalException
 
         raise SignalException("told to end", sigval=signal.Signals(number))
@@ -147,12 +150,24 @@ def _work(folder: Path) -> None:
         sys.stdout, sys.stderr = _Forgiving(sys.stdout), _Forgiving(sys.stderr)
         job = _read_job(folder)
         if job["ranks"]["stop"] is not None:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # whoever ends a whole job tells the supervisor too, and that asks in order
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            threading.Thread(target=_on_terminate, args=[Path(job["ranks"]["stop"])], daemon=True).start()
         _do(job, rank, world_size)
     except BaseException as error:
         _write_error(error_file, rank, error)
         _leave(1)
     _leave(0)
+
+
+def _on_terminate(stop: Path) -> None:
+    """Leave when told to, unless the supervisor was told too, as by who ends a whole job: then it has asked this rank to stop in order.
+
+    A thread of its own hears the signal also while the main one waits for other ranks.
+    """
+    while signal.sigwait([signal.SIGTERM]):
+        time.sleep(0.5)
+        if not stop.exists():
+            _leave(128 + signal.SIGTERM)
 
 
 class _Forgiving:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from conftest import in_ci
+from faulty import AT
 from safetensors.torch import load_file
 from test_launch import left, mark, until
 from test_ranks import SLOW_SAVE, trained
@@ -28,31 +29,18 @@ from sdlab.config import TrainConfig
 __all__ = ["mark"]
 KILLS = 50 if os.environ.get("CI") == "true" else 6
 STEPS = 24
-SERVER = """
-import errno, fnmatch, itertools, json, os, signal, sys, traceback
+SERVER = (
+    AT
+    + """
+import json, signal, sys, traceback
 import sdlab
 import torch
-from pathlib import Path
 from sdlab import models, presets, train
 from sdlab.config import TrainConfig
 
 frozen = models.load_frozen(presets.get("tiny").networks)
 models.load_frozen = lambda networks: frozen
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-
-
-def at(call, pattern, number, what):
-    act, count = getattr(os, call), itertools.count(1)
-
-    def acted(*arguments, **options):
-        path = os.readlink(f"/proc/self/fd/{arguments[0]}") if call == "fsync" else str(arguments[-1])
-        if fnmatch.fnmatch(path, pattern) and next(count) == number:
-            if what == "full":
-                raise OSError(errno.ENOSPC, "no space left on device")
-            os.kill(os.getpid(), signal.SIGKILL)
-        return act(*arguments, **options)
-
-    setattr(os, call, acted)
 
 
 for line in sys.stdin:
@@ -76,6 +64,7 @@ for line in sys.stdin:
         sys.stdout.flush()
         os._exit(0)
 """
+)
 """Imports once and trains in a process of its own for each order, that ends, or finds the disk full, right before a call on a path."""
 MOMENTS = [
     ("fsync", "*/checkpoints/.step-*/weights.safetensors"),
@@ -97,7 +86,7 @@ class Trainer:
     def __init__(self, process: "subprocess.Popen[str]", config: TrainConfig, logs: Path) -> None:
         self.process, self.config, self.log = process, config, logs / "log"
 
-    def start(self, run: Path, *events: tuple[str, str, int, str]) -> int:
+    def start(self, run: Path, *events: tuple[str, str, int, Any]) -> int:
         order = {"config": self.config.model_dump(mode="json"), "run": str(run), "log": str(self.log), "events": events}
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -167,7 +156,7 @@ def test_kills_full_disks_and_damage_at_random_moments_change_nothing(trainer: T
             kind = chance.choice(["moment", "moment", "delay", "delay", "full", "damage"])
             if kind == "damage" and runs.checkpoints(run):
                 spoil(run, chance)
-            event = (*chance.choice(MOMENTS), chance.randint(1, 2), "full" if kind == "full" else "kill")
+            event = (*chance.choice(MOMENTS), chance.randint(1, 2), "full" if kind == "full" else signal.SIGKILL)
             pid = trainer.start(run, *([event] if kind in ("moment", "full") else []))
             if kind == "delay":
                 time.sleep(chance.uniform(0.1, 1.5))

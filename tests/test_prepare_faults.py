@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from faulty import AT
 from made import check_hashes
 from PIL import Image
 from test_launch import SMALL, left, mark, shards, stand_in, until, work
@@ -24,25 +25,14 @@ from sdlab import cache, runs
 __all__ = ["mark"]
 SERVER = (
     SMALL
+    + AT
     + """
-import fnmatch, itertools, json, os, signal, torch, traceback
+import json, os, signal, torch, traceback
 from sdlab import models, presets, prepare
 
 frozen = models.load_frozen(presets.get("tiny").networks)
 models.load_frozen = lambda networks: frozen
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-
-
-def at(call, pattern, number, what):
-    act, count = getattr(os, call), itertools.count(1)
-
-    def acted(*arguments, **options):
-        path = os.readlink(f"/proc/self/fd/{arguments[0]}") if call == "fsync" else str(arguments[-1])
-        if fnmatch.fnmatch(path, pattern) and next(count) == number:
-            os.kill(os.getpid(), what)
-        return act(*arguments, **options)
-
-    setattr(os, call, acted)
 
 
 for line in sys.stdin:
