@@ -25,8 +25,11 @@ STAND_IN = """\
 #!{python}
 import os, runpy, signal, sys, time, types
 from pathlib import Path
-sys.executable = {path!r}
-exec({supervisor!r} if "--supervise" in sys.argv else {body!r})
+if "--supervise" in sys.argv:
+    sys.executable = {path!r}
+    exec({supervisor!r})
+else:
+    exec({body!r})
 del sys.argv[:2]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
