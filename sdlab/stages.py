@@ -15,7 +15,7 @@ import torch
 
 from sdlab import checkpoints, launch, models, parents, presets, runs
 from sdlab.cache import Cache, open_cache
-from sdlab.config import ConfigError, Networks, Stage, TrainConfig, build, check_resolution, resolve_path
+from sdlab.config import ConfigError, Stage, TrainConfig, build, check_resolution, resolve_path
 
 STATE_BYTES = 16
 """A parameter's weight, gradient and two Adam moments in float32; its average takes four more."""
@@ -92,9 +92,10 @@ def configure(
     models.check_networks(family.networks)
     factor = models.vae_factor(family.networks)
     check_resolution(recipe.resolution, vae_factor=factor, unet_factor=models.unet_factor(family.networks))
-    cache = _open_data(data_dir, recipe, family.networks, "data_dir")
+    encoders = models.hash_frozen(family.networks)
+    cache = _open_data(data_dir, recipe, encoders, "data_dir")
     if val_data_dir is not None:
-        _open_data(val_data_dir, recipe, family.networks, "val_data_dir")
+        _open_data(val_data_dir, recipe, encoders, "val_data_dir")
     parent = parents.load_parent(init_from, weights=init_weights) if init_from else None
     if parent is not None:
         parents.check_parent_fits(parent, family.networks)
@@ -130,15 +131,14 @@ def check_parent(recipe: Stage, stage: str, init_from: str | None) -> None:
         raise ConfigError(f"stage {stage!r} starts from random weights: leave out init_from={init_from!r}")
 
 
-def _open_data(data_dir: str, recipe: Stage, networks: Networks, name: str) -> Cache:
-    """Prepared data of this resolution, encoded by these frozen parts.
+def _open_data(data_dir: str, recipe: Stage, encoders: Mapping[str, str], name: str) -> Cache:
+    """Prepared data of this resolution, encoded by the frozen parts with these hashes.
 
     Raises:
         ConfigError: with what is there, or the parts that differ.
     """
     cache = open_cache(data_dir, recipe.resolution)
-    used = models.hash_frozen(networks)
-    other = [part for part, digest in used.items() if cache.manifest["encoders"].get(part) != digest]
+    other = [part for part, digest in encoders.items() if cache.manifest["encoders"].get(part) != digest]
     if other:
         parts = " and ".join(other)
         raise ConfigError(f"{name} {cache.folder} was encoded by another {parts}; prepare it with this preset (notebook 01)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -22,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from sdlab import launch, models, optim, parents, runs
 from sdlab.checkpoints import Checkpoints
 from sdlab.config import ConfigError, TrainConfig
+from sdlab.stored import Tensors
 
 TIMEOUT_MINUTES = 20.0
 """How long a rank waits for the others, which may be writing a checkpoint or drawing a preview."""
@@ -94,51 +93,30 @@ def restore(config: TrainConfig, fabric: Fabric, folder: Path) -> State:
     newest = _newest(folder) if fabric.is_global_zero else None
     checkpoint = fabric.broadcast(newest)
     unet = models.build_unet(config.networks, seed=config.seed)
-    with ExitStack() as files:
-        saved = _open_checkpoint(files, checkpoint) if checkpoint is not None else {}
-        if checkpoint is not None:
-            models.hand_over(unet, _Lazy(saved["weights"]), source=str(checkpoint))
-        elif config.init_from is not None:
-            parent = parents.load_parent(config.init_from, weights=config.init_weights)
-            if parent.weights_hash != config.parent_hash:
-                raise ConfigError(f"the weights of {parent.name} have changed since this run was planned; run again")
-            models.hand_over(unet, parent.state_dict(), source=parent.name)
-        wrapped: Any = fabric.setup_module(unet.train())
-        module = wrapped.module
-        optimizer = optim.make_optimizer(module, config.recipe)
-        ema = optim.Ema(module, config.recipe.ema_decay) if config.recipe.ema_decay is not None else None
-        state = State(fabric, wrapped, module, optimizer, ema)
-        if checkpoint is not None:
-            _restore_scalars(state, checkpoint)
-            optim.restore_optimizer(module, optimizer, {name: saved[name].get_tensor for name in optim.MOMENTS}, step=state.updates)
-            if ema is not None:
-                ema.restore(saved["ema"].get_tensor)
+    saved = {} if checkpoint is None else {path.stem: Tensors([path]) for path in checkpoint.glob("*.safetensors")}
+    if checkpoint is not None:
+        models.hand_over(unet, saved["weights"], source=str(checkpoint))
+    elif config.init_from is not None:
+        parent = parents.load_parent(config.init_from, weights=config.init_weights)
+        if parent.weights_hash != config.parent_hash:
+            raise ConfigError(f"the weights of {parent.name} have changed since this run was planned; run again")
+        models.hand_over(unet, parent.state_dict(), source=parent.name)
+    wrapped: Any = fabric.setup_module(unet.train())
+    module = wrapped.module
+    optimizer = optim.make_optimizer(module, config.recipe)
+    ema = optim.Ema(module, config.recipe.ema_decay) if config.recipe.ema_decay is not None else None
+    state = State(fabric, wrapped, module, optimizer, ema)
+    if checkpoint is not None:
+        _restore_scalars(state, checkpoint)
+        optim.restore_optimizer(module, optimizer, {name: saved[name].__getitem__ for name in optim.MOMENTS}, step=state.updates)
+        if ema is not None:
+            ema.restore(saved["ema"].__getitem__)
     state.optimizer = fabric.setup_optimizers(optimizer)
     return state
 
 
 def _newest(folder: Path) -> Path | None:
     return runs.find_checkpoint(folder) if runs.checkpoints(folder) else None
-
-
-def _open_checkpoint(files: ExitStack, checkpoint: Path) -> dict[str, Any]:
-    return {path.stem: files.enter_context(safe_open(path, framework="pt")) for path in sorted(checkpoint.glob("*.safetensors"))}
-
-
-class _Lazy(Mapping[str, Tensor]):
-    """Tensors of a safetensors file by name, each read when it is asked for."""
-
-    def __init__(self, file: Any) -> None:
-        self.file, self.names = file, list(file.keys())
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.file.get_tensor(name)
-
-    def __iter__(self) -> Any:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
 
 
 def _restore_scalars(state: State, checkpoint: Path) -> None:

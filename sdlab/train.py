@@ -125,27 +125,24 @@ def _loop(config: TrainConfig, folder: Path, state: State, frozen: models.Frozen
     batches, cache = _batches(config, state, frozen, config.data_dir, config.recipe)
     validation = _validation(config, state, frozen)
     _settle(state, batches, config)
-    stopped, reason = False, ""
     prefetch = state.fabric.device.type != "cpu"
     for micro_batches in batches.steps(state.step + 1, config.max_steps, prefetch=prefetch):
         outcome = _update(state, micro_batches, config, cache, asked=state.is_first and runs.stop_requested(folder))
         at_end = state.step == config.max_steps or outcome.stop
-        due = {name: every and state.step % every == 0 for name, every in _intervals(config).items()}
-        losses = _validate(state, validation) if validation is not None and (due["validate"] or at_end) else None
+        losses = _validate(state, validation) if validation is not None and (at_end or _is_due(config.val_every, state)) else None
         report(state.step, outcome, losses)
-        if (due["save"] or at_end) and (reason := _save(state, written)):
+        if (at_end or _is_due(config.save_every, state)) and (reason := _save(state, written)):
             return "stopped", reason
-        if due["preview"]:
+        if _is_due(config.preview_every, state):
             _preview(config, folder, state, frozen, cache)
-        if outcome.stop and state.step < config.max_steps:
-            stopped = True
+        if at_end:
             break
     report.close()
-    return "stopped" if stopped else "done", reason
+    return "stopped" if state.step < config.max_steps else "done", ""
 
 
-def _intervals(config: TrainConfig) -> dict[str, int]:
-    return {"save": config.save_every, "validate": config.val_every, "preview": config.preview_every}
+def _is_due(every: int, state: State) -> bool:
+    return every > 0 and state.step % every == 0
 
 
 def _batches(config: TrainConfig, state: State, frozen: models.Frozen, data_dir: str, recipe: Stage) -> tuple[Batches, Cache]:

@@ -1,7 +1,7 @@
-"""What ends a process, stops it, or finds the disk full, right before a call on a path; as source for processes that tests start."""
+"""A process that imports once and works on each order in a child, which ends, stops or finds the disk full before a call on a path."""
 
-AT = """
-import errno, fnmatch, itertools, os
+SERVE = """
+import errno, fnmatch, itertools, json, os, signal, sys, traceback
 
 
 def at(call, pattern, number, what):
@@ -16,5 +16,32 @@ def at(call, pattern, number, what):
         return act(*arguments, **options)
 
     setattr(os, call, acted)
+
+
+def serve(work):
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        order = json.loads(line)
+        child = os.fork()
+        if child:
+            print(child, flush=True)
+            continue
+        try:
+            os.setsid()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            log = os.open(order["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_TRUNC)
+            for number in (1, 2):
+                os.dup2(log, number)
+            for event in order["events"]:
+                at(*event)
+            work(order)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(0)
 """
-"""`at(call, pattern, number, what)`: before the call of `os` on the path of that number, a signal or "full"."""
+"""Source of `serve(work)`: each line of standard input is an order, and the child's process id the answer.
+
+Its `events` are (a call of `os`, a pattern of paths, the number of the call on such a path, a signal or "full").
+"""

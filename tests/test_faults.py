@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from conftest import in_ci
-from faulty import AT
+from faulty import SERVE
 from safetensors.torch import load_file
 from test_launch import left, mark, until
 from test_ranks import SLOW_SAVE, trained
@@ -30,9 +30,8 @@ __all__ = ["mark"]
 KILLS = 50 if os.environ.get("CI") == "true" else 6
 STEPS = 24
 SERVER = (
-    AT
+    SERVE
     + """
-import json, signal, sys, traceback
 import sdlab
 import torch
 from sdlab import models, presets, train
@@ -40,29 +39,14 @@ from sdlab.config import TrainConfig
 
 frozen = models.load_frozen(presets.get("tiny").networks)
 models.load_frozen = lambda networks: frozen
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
-for line in sys.stdin:
-    order = json.loads(line)
-    child = os.fork()
-    if child:
-        print(child, flush=True)
-        continue
-    try:
-        os.setsid()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in (1, 2):
-            os.dup2(os.open(order["log"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
-        for event in order["events"]:
-            at(*event)
-        torch.set_num_threads(1)
-        train.train(TrainConfig.model_validate(order["config"]), order["run"])
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(0)
+def work(order):
+    torch.set_num_threads(1)
+    train.train(TrainConfig.model_validate(order["config"]), order["run"])
+
+
+serve(work)
 """
 )
 """Imports once and trains in a process of its own for each order, that ends, or finds the disk full, right before a call on a path."""

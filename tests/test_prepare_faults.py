@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from faulty import AT
+from faulty import SERVE
 from made import check_hashes
 from PIL import Image
 from test_launch import SMALL, left, mark, shards, stand_in, until, work
@@ -25,41 +25,26 @@ from sdlab import cache, runs
 __all__ = ["mark"]
 SERVER = (
     SMALL
-    + AT
+    + SERVE
     + """
-import json, os, signal, torch, traceback
+import torch
 from sdlab import models, presets, prepare
 
 frozen = models.load_frozen(presets.get("tiny").networks)
 models.load_frozen = lambda networks: frozen
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
-for line in sys.stdin:
-    order = json.loads(line)
-    child = os.fork()
-    if child:
-        print(child, flush=True)
-        continue
-    try:
-        os.setsid()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.environ["TEST_MARK"] = order["mark"]
-        sys.executable = order["executable"]
-        for number in (1, 2):
-            os.dup2(os.open(order["log"], os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
-        for event in order["events"]:
-            at(*event)
-        if order["threads"] > 1:
-            torch.set_num_threads(order["threads"])
-            torch.randn(2000, 2000) @ torch.randn(2000, 2000)
-        getattr(prepare, order["verb"])(prepare.configure(**order["config"]))
-        print("done")
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(0)
+def work(order):
+    os.environ["TEST_MARK"] = order["mark"]
+    sys.executable = order["executable"]
+    if order["threads"] > 1:
+        torch.set_num_threads(order["threads"])
+        torch.randn(2000, 2000) @ torch.randn(2000, 2000)
+    getattr(prepare, order["verb"])(prepare.configure(**order["config"]))
+    print("done")
+
+
+serve(work)
 """
 )
 """Imports once and runs each order in a process of its own, that a signal ends or stops right before a call on a path."""
