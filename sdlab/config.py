@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 PredictionType = Literal["epsilon", "v_prediction", "sample"]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
+SamplePrecision = Literal["32-true", "bf16-mixed"]
 Strategy = Literal["auto", "ddp", "fsdp"]
 Weights = Literal["auto", "ema", "raw"]
 Crop = Literal["center", "random", "buckets"]

@@ -24,7 +24,7 @@ from pydantic import Field, model_validator
 from torch.nn import functional as F
 
 from sdlab import features, launch, models, runs, sample, scenes, solvers
-from sdlab.config import ConfigError, Model, resolve_path
+from sdlab.config import ConfigError, Model, SamplePrecision, resolve_path
 
 PROMPT_SEED, HELD_OUT_SEED, REFERENCE_SEED = 1_000_001, 2_000_002, 3_000_003
 """Seeds of scenes that no training set uses: of the prompts, of those kept for the best scale, and of the reference pictures."""
@@ -50,7 +50,7 @@ class EvaluateConfig(Model):
     solver: str = "dpmpp_2m"
     num_inference_steps: int = Field(10, ge=1)
     batch_size: int = Field(32, ge=1)
-    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    precision: SamplePrecision = "32-true"
     """Number format of the UNet's forwards; judge, solver and VAE stay float32."""
     seed: int = Field(0, ge=0)
     """Of prompts and initial noise."""

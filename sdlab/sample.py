@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from sdlab import diffusion, launch, models, scenes, solvers
-from sdlab.config import ConfigError, Precision, check_resolution
+from sdlab.config import ConfigError, SamplePrecision, check_resolution
 
 Guidance = Callable[[Tensor, Tensor, Tensor | float], Tensor]
 """(cond, uncond, guidance_scale) to the epsilon to follow, all (B, C, h, w); `diffusion.constant_guidance` or one's own."""
@@ -38,7 +38,7 @@ def sample(
     negative_prompt: str = "",
     batch_size: int = 32,
     guidance: Guidance = diffusion.constant_guidance,
-    precision: Precision = "32-true",
+    precision: SamplePrecision = "32-true",
     report: Callable[[int], object] | None = None,
     on_evaluation: OnEvaluation | None = None,
 ) -> np.ndarray:
@@ -116,7 +116,7 @@ def draw_noise(model: models.TextToImage, seeds: Sequence[int]) -> Tensor:
     return torch.stack(noise).to(model.unet.device)
 
 
-def _epsilon_of(model: models.TextToImage, *, alphas: Tensor, precision: Precision, before_each: Callable[[], object]) -> Epsilon:
+def _epsilon_of(model: models.TextToImage, *, alphas: Tensor, precision: SamplePrecision, before_each: Callable[[], object]) -> Epsilon:
     device, prediction_type = model.unet.device, model.networks.prediction_type
 
     def epsilon(latents: Tensor, timestep: int, prompt_embeds: Tensor) -> Tensor:
@@ -234,13 +234,13 @@ def _check_seeds(seeds: Sequence[int], number: int) -> None:
 
 
 def _check_settings(
-    model: models.TextToImage, guidance_scale: float, solver: str, num_inference_steps: int, batch_size: int, precision: Precision
+    model: models.TextToImage, guidance_scale: float, solver: str, num_inference_steps: int, batch_size: int, precision: SamplePrecision
 ) -> None:
     if isinstance(guidance_scale, (bool, str)) or not (math.isfinite(guidance_scale) and guidance_scale >= 0):
         raise ConfigError(f"guidance_scale={guidance_scale!r}; it has to be a finite number from 0 up (1 is off, 0 unconditional)")
     solvers.check(solver, num_inference_steps, num_train_timesteps=model.networks.noise_schedule.num_train_timesteps)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"batch_size={batch_size!r}; it has to be a whole number from 1 up")
-    if precision not in get_args(Precision):
-        raise ConfigError(f"precision={precision!r}; allowed are {', '.join(map(repr, get_args(Precision)))}")
+    if precision not in get_args(SamplePrecision):
+        raise ConfigError(f"precision={precision!r}; allowed are {', '.join(map(repr, get_args(SamplePrecision)))}")
     check_resolution(model.resolution, vae_factor=model.frozen.vae_factor, unet_factor=models.unet_factor(model.networks))

@@ -86,7 +86,7 @@ def ours_end(solver, steps):
 
 
 def settings(**more):
-    return {**SCHEDULE.model_dump(), **more}
+    return {**SCHEDULE.model_dump(exclude={"rescale_betas_zero_snr"}), **more}
 
 
 COMPVIS = {"set_alpha_to_one": False, "steps_offset": 1}
