@@ -148,9 +148,9 @@ def load_all(paths: list[Path]) -> None:
 
 def looking(source: Path, scratch: Path) -> tuple[Callable[[], None], Callable[[], Any]]:
     """The decoding pass over a source and what is decided after it, in a new data folder: nothing has been decoded before."""
-    from sdlab import checks, index, models, preflight, prepare, presets, sources
+    from sdlab import checks, index, parts, preflight, prepare, presets, sources
 
-    folder, frozen = Path(tempfile.mkdtemp(dir=scratch)), models.load_frozen(presets.get("tiny").networks)
+    folder, frozen = Path(tempfile.mkdtemp(dir=scratch)), parts.load_frozen(presets.get("tiny").networks)
     config = prepare.configure(source=str(source), data_dir=str(folder), num_workers=CORES)
     listed = index.write(sources.open_source(config.source, columns=[]), folder, columns=[], seed=0)
     checks.gather_known(folder, listed.about["run"])

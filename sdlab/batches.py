@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from sdlab import diffusion
 from sdlab.cache import Cache
 from sdlab.config import ConfigError, Networks, Stage, accumulation_steps
+from sdlab.parts import TextStates
 
 BLOCK_SHARDS = 16
 """Shards whose rows are shuffled together: an epoch reads so many at a time, in random order, and all rows of each once."""
@@ -31,16 +32,18 @@ VALIDATION_SEED = 2**63 + 1
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: `noisy_latents` and `target` (B, C, h, w), `timesteps` int64 (B,), `prompt_embeds` (B, L, D)."""
+    """One micro-batch: `noisy_latents` and `target` (B, C, h, w), `timesteps` int64 (B,), and the text."""
 
     noisy_latents: Tensor
     timesteps: Tensor
-    prompt_embeds: Tensor
+    text: TextStates
+    add_time_ids: Tensor | None
+    """Original size, crop and target size, int64 (B, 6) in pixels, -1 where they were dropped; None for a UNet that takes none."""
     target: Tensor
     weights: Tensor
     """What each sample's squared error counts for, float32 (B,)."""
     dropped: Tensor
-    """Whose caption gave way to the null condition, bool (B,)."""
+    """Whose caption gave way to the null condition for which of E text encoders, bool (B, E)."""
     indices: Tensor
     """Rows of the cache, int64 (B,)."""
 
@@ -57,7 +60,7 @@ class Batches:
         seed: of order, noise, timesteps and drops.
         rank: which share of each step this is.
         world_size: how many shares there are.
-        encode_text: text states (B, L, D) of token ids (B, L), for a cache without them.
+        encode_text: text states of token ids (B, E x L), for a cache without them.
 
     Raises:
         ConfigError: batch sizes that do not divide, or a cache without text states and no `encode_text`.
@@ -74,7 +77,7 @@ class Batches:
         seed: int,
         rank: int = 0,
         world_size: int = 1,
-        encode_text: Callable[[Tensor], Tensor] | None = None,
+        encode_text: Callable[[Tensor], TextStates] | None = None,
     ) -> None:
         if not cache.has_text_states and encode_text is None:
             raise ConfigError(f"data_dir {cache.folder} holds token ids alone (text_states=False): a text encoder is needed to train on it")
@@ -85,7 +88,7 @@ class Batches:
         self.order = Order(cache, micro_batch_size, seed)
         self._mine = range(rank * count, (rank + 1) * count)
         self._encode_text = encode_text
-        self._null = self._embeds({"input_ids": cache.null_ids[None]})[0] if cache.null_embeds is None else cache.null_embeds
+        self._null = self._text(cache.null)
 
     def sample_indices(self, step: int) -> list[int]:
         """Rows of the cache that step `step` (from 1) trains on, over all ranks, by slot."""
@@ -123,29 +126,48 @@ class Batches:
         rows = self.cache.rows(indices)
         mean, logvar = rows["moments"].chunk(2, dim=1)
         posterior_noise, noise, timesteps, dropped = self._draw(generators, timestep, tuple(mean.shape[1:]))
+        captions, sizes = dropped.split([len(self.cache.text_widths), 3], dim=1)
         latents = (mean + torch.exp(0.5 * logvar.clamp(-30, 20)) * posterior_noise) * self.scaling_factor
-        prompt_embeds = torch.where(dropped[:, None, None], self._null, self._embeds(rows))
         about: dict[str, Any] = {"alphas": self.alphas, "prediction_type": self.networks.prediction_type}
         noisy_latents = diffusion.add_noise(latents, noise, timesteps, alphas=self.alphas)
         target = diffusion.training_target(latents, noise, timesteps, **about)
         weights = diffusion.loss_weights(timesteps, min_snr_gamma=self.recipe.min_snr_gamma, **about)
-        return Batch(noisy_latents, timesteps, prompt_embeds, target, weights, dropped, torch.tensor(indices))
+        text, add_time_ids = self._without(captions, self._text(rows)), self._add_time_ids(rows, sizes)
+        return Batch(noisy_latents, timesteps, text, add_time_ids, target, weights, captions, torch.tensor(indices))
 
-    def _embeds(self, rows: dict[str, Tensor]) -> Tensor:
+    def _text(self, rows: Mapping[str, Tensor]) -> TextStates:
         if "prompt_embeds" in rows:
-            return rows["prompt_embeds"]
+            return TextStates(rows["prompt_embeds"], rows.get("pooled_prompt_embeds"))
         assert self._encode_text is not None
-        return self._encode_text(rows["input_ids"]).float().cpu()
+        return self._encode_text(rows["input_ids"]).to(torch.device("cpu"))
+
+    def _without(self, dropped: Tensor, text: TextStates) -> TextStates:
+        """The null condition in place of what was dropped (B, E); the pooled states belong to the last encoder."""
+        widths = torch.tensor(self.cache.text_widths)
+        embeds = torch.where(dropped.repeat_interleave(widths, dim=1)[:, None], self._null.prompt_embeds, text.prompt_embeds)
+        null, pooled = self._null.pooled_prompt_embeds, text.pooled_prompt_embeds
+        return TextStates(embeds, None if null is None or pooled is None else torch.where(dropped[:, -1:], null, pooled))
+
+    def _add_time_ids(self, rows: Mapping[str, Any], dropped: Tensor) -> Tensor | None:
+        if self.networks.unet.get("addition_embed_type") != "text_time":
+            return None
+        sizes = torch.from_numpy(np.concatenate([rows["original_size"], rows["crop"], rows["target_size"]], axis=1)).long()
+        return torch.where(dropped.repeat_interleave(2, dim=1), -1, sizes)
 
     def _draw(
         self, generators: Sequence[np.random.Generator], timestep: DrawTimestep, shape: tuple[int, ...]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         count, offset = len(generators), self.recipe.noise_offset
-        noises, timesteps, dropped = np.empty((2, count, *shape), np.float32), np.empty(count, np.int64), np.empty(count, bool)
+        conditions = len(self.cache.text_widths) + 3
+        noises, timesteps = np.empty((2, count, *shape), np.float32), np.empty(count, np.int64)
+        dropped = np.zeros((count, conditions), bool)
         for place, random in enumerate(generators):
             noises[:, place] = random.standard_normal((2, *shape), dtype=np.float32)
             timesteps[place] = timestep(random, place, len(self.alphas))
-            dropped[place] = random.random() < self.recipe.caption_drop_prob
+            if self.recipe.condition_drop == "each":
+                dropped[place] = random.random(conditions) < self.recipe.caption_drop_prob
+            else:
+                dropped[place, :-3] = random.random() < self.recipe.caption_drop_prob
             if offset:
                 noises[1, place] += offset * random.standard_normal((shape[0], 1, 1), dtype=np.float32)
         posterior_noise, noise = torch.from_numpy(noises)

@@ -27,7 +27,7 @@ from sdlab import runs
 from sdlab.config import ConfigError, resolve_path
 
 MANIFEST = "manifest.json"
-SCHEMA = "sdlab cache 2"
+SCHEMA = "sdlab cache 3"
 TEXT = "text"
 """Folder of the text shards: different captions and what the text encoder says; the first shard is the null condition alone."""
 ROWS = 2048
@@ -69,8 +69,9 @@ class Cache:
         manifest: the whole `manifest.json`.
         resolution: pixels a side of a square with the area of all pictures.
         buckets: rows by shape, one bucket for square pictures.
-        null_ids: token ids of the empty caption, int64 (L,).
-        null_embeds: `prompt_embeds` of the empty caption, float32 (L, D); None where text states were not cached.
+        text_widths: width of each text encoder's states, which lie side by side along D.
+        null: what stands for no caption: `input_ids` int64 (1, E x L), and where text states were cached `prompt_embeds` float32 (1, L, D)
+            and, of two encoders, `pooled_prompt_embeds` float32 (1, P).
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], resolution: int) -> None:
@@ -90,12 +91,13 @@ class Cache:
         self._starts = np.cumsum([0, *(shard["rows"] for shard in moment_shards(manifest, resolution))])
         self._bucket_starts = np.array(starts)
         self.has_text_states = bool(text["states"])
-        texts = {"input_ids": np.dtype((np.int32, (text["length"],)))}
-        texts |= {"prompt_embeds": np.dtype((np.float16, (text["length"], text["width"])))} if self.has_text_states else {}
+        self.text_widths = tuple(text["widths"])
+        self._states = {"prompt_embeds": np.dtype((np.float16, (text["length"], sum(self.text_widths))))} if self.has_text_states else {}
+        if self.has_text_states and text["pooled_width"]:
+            self._states["pooled_prompt_embeds"] = np.dtype((np.float16, (text["pooled_width"],)))
+        texts = {"input_ids": np.dtype((np.int32, (text["length"] * len(self.text_widths),))), **self._states}
         self._texts = _Shards([(folder / TEXT, shard, texts) for shard in text["shards"]])
-        null = self._texts.take(list(texts), np.array([0]), np.array([0]))
-        self.null_ids = torch.from_numpy(null["input_ids"][0]).long()
-        self.null_embeds = torch.from_numpy(null["prompt_embeds"][0]).float() if self.has_text_states else None
+        self.null = _as_tensors(self._texts.take(list(texts), np.array([0]), np.array([0])))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -113,8 +115,9 @@ class Cache:
         """Rows by index, in the order asked for; all of one bucket.
 
         Returns:
-            `moments` float32 (B, 2C, h, w); `prompt_embeds` float32 (B, L, D) or, where text states were not cached, `input_ids`
-            int64 (B, L); int32 arrays `original_size`, `crop` and `target_size` (B, 2): height and width, or top and left.
+            `moments` float32 (B, 2C, h, w); `prompt_embeds` float32 (B, L, D) and, of two text encoders, `pooled_prompt_embeds`
+            float32 (B, P), or, where text states were not cached, `input_ids` int64 (B, E x L); int32 arrays `original_size`, `crop` and
+            `target_size` (B, 2): height and width, or top and left.
 
         Raises:
             IndexError: an index lies outside [0, len).
@@ -125,11 +128,9 @@ class Cache:
         if index.size and not (index.min() >= bucket.first and index.max() < bucket.first + bucket.count):
             raise ValueError("rows of different buckets are asked for together; their shapes differ")
         taken = self._shards.take(["moments", *PLACES], shards, rows)
-        name = "prompt_embeds" if self.has_text_states else "input_ids"
-        text = torch.from_numpy(self._texts.take([name], *taken["text"].T)[name])
         return {
             "moments": torch.from_numpy(taken["moments"]).float(),
-            name: text.float() if self.has_text_states else text.long(),
+            **_as_tensors(self._texts.take(list(self._states) or ["input_ids"], *taken["text"].T)),
             "original_size": taken["original_size"],
             "crop": taken["crop"],
             "target_size": np.tile(np.array([bucket.height, bucket.width], np.int32), (len(index), 1)),
@@ -157,6 +158,12 @@ class Cache:
             raise IndexError(f"rows {index.min()} to {index.max()} are asked for; the cache holds 0 to {len(self) - 1}")
         shards = np.searchsorted(self._starts, index, side="right") - 1
         return index, shards, index - self._starts[shards]
+
+
+def _as_tensors(columns: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """float32 of float16, and int64 of int32."""
+    tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
+    return {name: tensor.float() if tensor.is_floating_point() else tensor.long() for name, tensor in tensors.items()}
 
 
 class _Shards:

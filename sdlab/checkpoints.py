@@ -153,10 +153,10 @@ def checkpoint_bytes(parameters: int, *, ema: bool) -> int:
 
 
 def disk_needed(parameters: int, *, ema: bool, steps_left: int, save_every: int, keep_every: int, there: int) -> int:
-    """Bytes that a run still writes at most: checkpoints that come and go, milestones that stay, and one export of the weights.
+    """Bytes that the checkpoints of a run still take at most: those that come and go, and milestones that stay.
 
     Args:
-        parameters: of the network that is trained.
+        parameters: that are trained.
         ema: whether a moving average is kept.
         steps_left: optimizer steps until the run is done.
         save_every: optimizer steps between checkpoints; the last step is saved too.
@@ -168,7 +168,7 @@ def disk_needed(parameters: int, *, ema: bool, steps_left: int, save_every: int,
     if keep_every:
         at_saves = math.ceil(steps_left / math.lcm(save_every, keep_every))
         milestones = min(math.ceil(steps_left / keep_every), at_saves + 1)
-    return (passing + milestones) * checkpoint_bytes(parameters, ema=ema) + 4 * parameters
+    return (passing + milestones) * checkpoint_bytes(parameters, ema=ema)
 
 
 def _size(tensor: Tensor) -> int:

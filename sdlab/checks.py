@@ -20,7 +20,7 @@ from sdlab import launch, pictures, pool
 from sdlab.config import SIZE_COLUMNS, PrepareConfig
 from sdlab.index import CHUNK, Index
 from sdlab.items import Handle
-from sdlab.models import Frozen
+from sdlab.parts import Frozen
 from sdlab.pictures import Checked, Known
 
 FOLDER = "checked"

@@ -5,7 +5,6 @@ They stand where Stable Diffusion has its public VAE and CLIP: trained once, shi
 
 from __future__ import annotations
 
-import gzip
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from diffusers import AutoencoderKL
 from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPModel, CLIPTextModel, CLIPTokenizer
 
-from sdlab import launch, models, pictures, runs, scenes
+from sdlab import export, files, launch, models, parts, pictures, runs, scenes, single
 from sdlab.config import ConfigError, resolve_path
 
 CONTEXT = 24
@@ -49,15 +48,8 @@ SIZES = {
 
 
 def make_tokenizer() -> CLIPTokenizer:
-    """A true CLIP tokenizer with a small vocabulary: the first merges of the BPE file that open_clip ships."""
-    from open_clip.tokenizer import bytes_to_unicode, default_bpe
-
-    with gzip.open(default_bpe(), "rt", encoding="utf-8") as lines:
-        merges = [tuple(line.split()) for line in lines.read().split("\n")[1 : 1 + MERGES]]
-    letters = list(bytes_to_unicode().values())
-    words = [*letters, *(letter + "</w>" for letter in letters), *("".join(pair) for pair in merges)]
-    vocabulary = {word: index for index, word in enumerate([*words, "<|startoftext|>", "<|endoftext|>"])}
-    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=CONTEXT)
+    """The tokenizer of the built-in family, which knows a sixth of CLIP's merges."""
+    return single.make_tokenizer(512 + MERGES + 2, CONTEXT)
 
 
 def tokenize(tokenizer: CLIPTokenizer, captions: Iterable[str]) -> torch.Tensor:
@@ -99,7 +91,7 @@ def train_vae(*, steps: int, seed: int = 0) -> AutoencoderKL:
         return likelihood + 2e-6 * posterior.kl().float().sum() / len(pixel_values)
 
     _fit(vae, loss_of, steps=steps, learning_rate=2e-3, betas=(0.9, 0.95), weight_decay=1e-4, title="VAE")
-    latents = encode(vae, models.to_pixel_values(scenes.render(scenes.draw(512, seed=999))))
+    latents = encode(vae, parts.to_pixel_values(scenes.render(scenes.draw(512, seed=999))))
     vae.register_to_config(scaling_factor=round(float(1 / latents.std()), 5))
     return vae
 
@@ -115,7 +107,7 @@ def _vae_batches(seed: int, *, pictures: int) -> Callable[[int], torch.Tensor]:
     def draw_batch(step: int) -> torch.Tensor:
         images, size = cycle[step % len(cycle)]
         batch = images[torch.randint(len(images), (size,))]
-        return models.to_pixel_values(batch.flip(-1) if torch.rand(()) < 0.5 else batch)
+        return parts.to_pixel_values(batch.flip(-1) if torch.rand(()) < 0.5 else batch)
 
     return draw_batch
 
@@ -150,7 +142,7 @@ def train_clip(tokenizer: CLIPTokenizer, *, steps: int, seed: int, batch_size: i
     def loss_of(step: int) -> torch.Tensor:
         families = 4 * torch.randint(half // 4, (batch_size // 8, 1)) + torch.arange(4)
         pick = torch.cat([half + torch.randint(half, (batch_size // 2,)), families.flatten()])
-        output = clip(input_ids=ids[pick], pixel_values=models.to_pixel_values(images[pick]))
+        output = clip(input_ids=ids[pick], pixel_values=parts.to_pixel_values(images[pick]))
         return (F.cross_entropy(output.logits_per_image, labels) + F.cross_entropy(output.logits_per_text, labels)) / 2
 
     _fit(clip, loss_of, steps=steps, learning_rate=1e-3, betas=(0.9, 0.98), weight_decay=0.05, title=f"CLIP (seed {seed})")
@@ -219,8 +211,8 @@ def measure_vae(vae: AutoencoderKL, *, count: int = 192) -> dict[str, float]:
     """PSNR in dB of encode-decode on unseen scenes, and the share of them that the exact reader still reads right."""
     drawn = scenes.draw(count, seed=9_999)
     images = scenes.render(drawn)
-    latents = encode(vae, models.to_pixel_values(images))
-    decoded = models.to_images(torch.cat([vae.decode(batch).sample for batch in latents.split(64)]))
+    latents = encode(vae, parts.to_pixel_values(images))
+    decoded = parts.to_images(torch.cat([vae.decode(batch).sample for batch in latents.split(64)]))
     found = scenes.check(decoded.numpy(), [scene.caption for scene in drawn])
     return {"psnr_db": float(pictures.psnr(images, decoded.numpy()).mean()), "read_right": float(found["strict"].mean())}
 
@@ -245,7 +237,7 @@ def measure_clip(clip: CLIPModel, tokenizer: CLIPTokenizer, *, count: int = 1024
 
 
 def _cosines(clip: CLIPModel, tokenizer: CLIPTokenizer, drawn: Sequence[scenes.Scene]) -> torch.Tensor:
-    pixel_values = models.to_pixel_values(scenes.render(drawn))
+    pixel_values = parts.to_pixel_values(scenes.render(drawn))
     output = clip(input_ids=tokenize(tokenizer, [scene.caption for scene in drawn]), pixel_values=pixel_values)
     return output.image_embeds @ output.text_embeds.T
 
@@ -258,7 +250,7 @@ def save(folder: str | Path, *, tokenizer: CLIPTokenizer, vae: AutoencoderKL, cl
     text_encoder.load_state_dict(clip.text_model.state_dict())
     tokenizer.save_pretrained(root / "tokenizer")
     for part, module in (("vae", vae), ("text_encoder", text_encoder), ("judge", judge)):
-        models.save_part(module.half(), root / part)
+        export.save_part(module.half(), root / part)
         module.float()
     return root
 
@@ -272,7 +264,7 @@ def write_preset(path: Path, parts: Path) -> str:
 def adopt_unet(folder: str | Path, pipeline: str | Path) -> None:
     """Put the UNet of a trained pipeline beside the frozen parts, in float16, so that the folder is a pipeline itself."""
     root, trained = resolve_path(folder), resolve_path(pipeline)
-    models.save_part(models.load(str(trained)).unet.half(), root / "unet")
+    export.save_part(models.load(str(trained)).unet.half(), root / "unet")
     shutil.copytree(trained / "scheduler", root / "scheduler", dirs_exist_ok=True)
     for name in ("model_index.json", "sdlab.json"):
         shutil.copy(trained / name, root / name)
@@ -308,7 +300,7 @@ def describe(folder: str | Path, *, size: Size, seed: int, figures: Mapping[str,
         "seed": seed,
         "steps": size._asdict(),
         "figures": figures,
-        "sha256": {part: models.hash_weights(path) for part, path in weights.items()},
+        "sha256": {part: files.hash_weights(path) for part, path in weights.items()},
     }
     runs.write_json(root / "components.json", about)
     card = root / "README.md"
@@ -321,6 +313,7 @@ def _card(about: Mapping[str, Any]) -> str:
     good = {part: ", ".join(f"{name} {value:.3g}" for name, value in figures.items()) for part, figures in about["figures"].items()}
     unet_steps = f"{size['stage1_steps']} + {size['stage2_steps']}"
     lines = [
+        *("---", "license: apache-2.0", "---", ""),
         "# The built-in model",
         "",
         "Made by `notebooks/00_tiny_components.ipynb` from pictures that `sdlab.scenes` draws; float16 safetensors; Apache License 2.0.",

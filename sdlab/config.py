@@ -123,10 +123,17 @@ class Networks(Model):
     """What a family is made of: frozen parts by name or folder, and the UNet as diffusers' `UNet2DConditionModel` arguments."""
 
     frozen: str
-    """"tiny" for the parts that sdlab ships, else a folder with `vae`, `text_encoder` and `tokenizer` in diffusers' layout."""
+    """"tiny" for the parts that sdlab ships; a folder in diffusers' layout with `vae`, `text_encoder` and `tokenizer` (and `text_encoder_2`
+    and `tokenizer_2`); a single .safetensors file; a hub id; or "random" for parts drawn at random as `vae` and `text_encoders` say."""
+    vae: dict[str, Any] = {}
+    """The VAE as diffusers' `AutoencoderKL` arguments; empty: whatever the frozen parts are."""
+    text_encoders: list[dict[str, Any]] = []
+    """One or two text encoders as transformers' `CLIPTextConfig` arguments; empty: whatever the frozen parts are."""
     unet: dict[str, Any]
     prediction_type: PredictionType
     noise_schedule: NoiseSchedule = NoiseSchedule()
+    null_condition: Literal["empty_text", "zeros"] = "empty_text"
+    """What stands for no caption, in training and in guidance: what the encoders say of "", or zeros."""
 
     @model_validator(mode="after")
     def _last_timestep_says_something(self) -> Self:
@@ -137,6 +144,20 @@ class Networks(Model):
         return self
 
 
+class Lora(Model):
+    """A low-rank change of weights (Hu et al. 2021): weight + alpha / rank x up @ down."""
+
+    rank: int = Field(16, gt=0)
+    alpha: float | None = Field(None, gt=0)
+    """None: as `rank`, so that the change counts once."""
+    targets: list[str] = Field(["to_q", "to_k", "to_v", "to_out.0"], min_length=1)
+    """Ends of the names of the layers that are changed."""
+
+
+PUBLISHED = {"source", "note", "data", "crop", "min_resolution", "filters", "published_nodes", "published_devices"}
+"""Fields of a stage that say what was published, and compute nothing."""
+
+
 class Stage(Model):
     """The recipe of one stage of training."""
 
@@ -144,6 +165,8 @@ class Stage(Model):
     """Pixels a side of the square training pictures."""
     parent: str | None = None
     """The stage whose weights this one starts from; None for a stage that starts from random weights."""
+    prediction_type: PredictionType | None = None
+    """What the UNet learns to say from this stage on; None: what the family says."""
     global_batch_size: int = Field(gt=0)
     micro_batch_size: int = Field(gt=0)
     learning_rate: float = Field(gt=0)
@@ -158,12 +181,31 @@ class Stage(Model):
     max_grad_norm: float = Field(1.0, gt=0)
     ema_decay: float | None = Field(None, gt=0, lt=1)
     caption_drop_prob: float = Field(0.1, ge=0, le=1)
+    condition_drop: Literal["together", "each"] = "together"
+    """What `caption_drop_prob` drops: the whole caption, or each text encoder's states and each of the three sizes on its own (SDXL)."""
     noise_offset: float = Field(0.0, ge=0)
     """Standard deviation of a constant that is added to the noise of each channel, for overall brightness; SDXL's last stage used 0.05."""
     min_snr_gamma: float | None = Field(None, gt=0)
     """Weigh down timesteps whose signal-to-noise ratio is above this (Hang et al. 2023, who use 5); None weighs all alike."""
+    optimizer_states: Literal["float32", "bfloat16", "8bit"] = "float32"
+    """How the Adam moments are kept; 8bit needs the package bitsandbytes and a GPU."""
+    lora: Lora | None = None
+    """Train a low-rank change of the attention's weights in place of all weights."""
+    crop: Crop = "center"
+    """Published: how the pictures were cut; what a run trains on is said by its data."""
+    min_resolution: int | None = Field(None, gt=0)
+    """Published: pixels that the smaller side of a picture had to have."""
+    filters: list[str] = []
+    """Published: further conditions on the pictures, as notebook 01 takes them."""
+    published_nodes: int | None = Field(None, gt=0)
+    published_devices: int | None = Field(None, gt=0)
+    """Nodes and devices a node that the published batch sizes are for."""
+    data: str = ""
+    """Published: the pictures, in words."""
     source: str = ""
     """Where the figures come from."""
+    note: str = ""
+    """Where sources disagree: which is followed, and what the other says."""
 
     @model_validator(mode="after")
     def _warm_up_fits(self) -> Self:
@@ -316,6 +358,8 @@ class TrainConfig(Model):
     devices: int = Field(1, ge=1, strict=True)
     """Ranks on each node."""
     num_nodes: int = Field(1, ge=1)
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
     bucketed: bool = False
     """Whether the pictures have several shapes, and the order in which they come depends on the micro-batch size."""
     strategy: Strategy = "auto"
@@ -373,7 +417,7 @@ class TrainConfig(Model):
 
     def science(self) -> dict[str, Any]:
         """The fields that fix what is computed, flat; they may not change in a run folder."""
-        recipe = {f"recipe.{key}": value for key, value in self.recipe.model_dump(exclude={"micro_batch_size", "source"}).items()}
+        recipe = {f"recipe.{key}": value for key, value in self.recipe.model_dump(exclude={"micro_batch_size", *PUBLISHED}).items()}
         fixed = self.model_dump(include={"preset", "stage", "networks", "seed", "data_key", "parent_hash"})
         return {**fixed, **recipe, **({"micro_batch_size": self.micro_batch_size} if self.bucketed else {})}
 

@@ -9,25 +9,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from PIL import ImageColor
 
-from sdlab import cache, crops, launch, models, pictures, pool, presets
+from sdlab import cache, crops, launch, models, parts, pictures, pool, presets
 from sdlab.config import ConfigError, PrepareConfig
 from sdlab.crops import View
 from sdlab.items import Handle
-from sdlab.models import Frozen, to_pixel_values
+from sdlab.parts import Frozen, TextStates, to_pixel_values
 from sdlab.pictures import Colour, Pixels
 from sdlab.preflight import Found
+
+Encoded = TypeVar("Encoded", torch.Tensor, TextStates)
 
 ENCODED_AT_ONCE = 16
 """Pictures in one pass through the VAE; so many stay in a CPU's caches and go through a third faster than 64."""
 PIXELS_AT_ONCE = 16 << 20
 """Pixels of one batch that a decoding process hands back."""
-LAYER = "last_hidden_state"
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ def make_plan(config: PrepareConfig, found: Found, frozen: Frozen, resolutions: 
 
 def _plan_texts(config: PrepareConfig, found: Found, frozen: Frozen) -> tuple[list[TextShard], np.ndarray]:
     """Different captions by blocks of used pictures, after the null condition; pictures without a caption point to that."""
-    made_by = (
-        f"{pictures.PIXEL_VERSION} {frozen.hashes['tokenizer']} {frozen.hashes['text_encoder'] if config.text_states else None} {LAYER} "
-    )
+    said_by = [digest for part, digest in frozen.hashes.items() if part.startswith("text_encoder")] if config.text_states else [None]
+    read_by = [digest for part, digest in frozen.hashes.items() if part.startswith("tokenizer")]
+    made_by = " ".join(map(str, [pictures.PIXEL_VERSION, *read_by, *said_by, frozen.layer, ""]))
     shards, pointers = [_text_shard([""], made_by)], np.zeros((len(found.rows), 2), np.int32)
     for start in range(0, len(found.rows), cache.ROWS):
         block = [item.caption.text or "" for _, item in found.index.items(found.rows[start : start + cache.ROWS])]
@@ -120,7 +121,7 @@ def _shapes(config: PrepareConfig, resolution: int) -> tuple[crops.Shape, ...]:
     if config.crop != "buckets":
         return ((resolution, resolution),)
     networks = presets.get(config.preset).networks
-    unit = models.vae_factor(networks) * models.unet_factor(networks)
+    unit = parts.vae_factor(networks) * models.unet_factor(networks)
     return crops.buckets(resolution, crops.bucket_step(resolution, unit))
 
 
@@ -144,8 +145,9 @@ def size_of(shard: TextShard | RowShard, frozen: Frozen, config: PrepareConfig) 
     """Bytes of a shard, about."""
     if isinstance(shard, RowShard):
         return len(shard.keys) * (2 * math.prod(moments_shape(frozen, shard.shape)) + 64)
-    states = 2 * frozen.max_tokens * int(frozen.text_encoder.config.hidden_size) if config.text_states else 0
-    return len(shard.keys) * (states + 4 * frozen.max_tokens + 256)
+    widths = frozen.text_widths
+    states = 2 * (frozen.max_tokens * sum(widths) + frozen.pooled_width) if config.text_states else 0
+    return len(shard.keys) * (states + 4 * frozen.max_tokens * len(widths) + 256)
 
 
 def moments_shape(frozen: Frozen, shape: crops.Shape) -> tuple[int, int, int]:
@@ -169,43 +171,44 @@ def write_shards(
 
 
 def _write_texts(config: PrepareConfig, shards: Sequence[TextShard], old: cache.Old, frozen: Frozen, folder: Path) -> None:
-    columns = ["prompt_embeds"] if config.text_states else []
     with launch.progress(total=sum(len(shard.captions) for shard in shards), title="Captions", unit=" captions") as bar:
         for shard in shards:
-            cache.write_shard(folder, shard.name, _text_chunks(shard, old, columns, frozen, bar), {})
+            cache.write_shard(folder, shard.name, _text_chunks(shard, old, frozen, bar, states=config.text_states), {})
 
 
-def _text_chunks(shard: TextShard, old: cache.Old, columns: Sequence[str], frozen: Frozen, bar: Any) -> Iterator[dict[str, Any]]:
+def _text_chunks(shard: TextShard, old: cache.Old, frozen: Frozen, bar: Any, *, states: bool) -> Iterator[dict[str, Any]]:
     places = old.find(shard.keys)
     for start in range(0, len(shard.captions), cache.CHUNK):
         part = slice(start, start + cache.CHUNK)
         captions = shard.captions[part]
         ids = frozen.tokenize(captions)
         chunk = {"key": shard.keys[part], "input_ids": ids.int().numpy(), "caption": captions, "num_tokens": frozen.count_tokens(captions)}
-        for name in columns:
-            chunk[name] = _states(places[part], ids, old, frozen)
+        if states:
+            chunk |= _states(places[part], ids, old, frozen)
         bar.update(len(captions))
         yield chunk
 
 
-def _states(places: np.ndarray, ids: torch.Tensor, old: cache.Old, frozen: Frozen) -> np.ndarray:
-    states = np.empty((len(ids), ids.shape[1] * int(frozen.text_encoder.config.hidden_size)), np.float16)
+def _states(places: np.ndarray, ids: torch.Tensor, old: cache.Old, frozen: Frozen) -> dict[str, np.ndarray]:
+    """Text states by column, taken over where they are there already."""
+    sizes = {"prompt_embeds": frozen.max_tokens * sum(frozen.text_widths), "pooled_prompt_embeds": frozen.pooled_width}
+    columns = {name: np.empty((len(ids), size), np.float16) for name, size in sizes.items() if size}
     for row in np.flatnonzero(places >= 0):
-        states[row] = old.row(places[row], ["prompt_embeds"])["prompt_embeds"]
+        for name, values in old.row(places[row], list(columns)).items():
+            columns[name][row] = values
     new = np.flatnonzero(places < 0)
     if len(new):
-        encoded = _in_full_batches(ids[torch.from_numpy(new)], cache.CHUNK, frozen.encode_text)
-        states[new] = _to_half(encoded, what="text states").reshape(len(new), -1)
-    return states
+        encoded = parts.join(_in_full_batches(ids[torch.from_numpy(new)], cache.CHUNK, frozen.encode_text))
+        for name, values in encoded.named().items():
+            columns[name][new] = _to_half(values, what="text states").reshape(len(new), -1)
+    return columns
 
 
-def _in_full_batches(rows: torch.Tensor, size: int, encode: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _in_full_batches(rows: torch.Tensor, size: int, encode: Callable[[torch.Tensor], Encoded]) -> Iterator[Encoded]:
     """What `encode` makes of rows, always `size` at a time, so that a result does not depend on how many rows are new."""
-    parts = []
     for part in rows.split(size):
         filled = torch.cat([part, part[-1:].expand(size - len(part), *part.shape[1:])])
-        parts.append(encode(filled)[: len(part)])
-    return torch.cat(parts)
+        yield encode(filled)[: len(part)]
 
 
 def _to_half(values: torch.Tensor, *, what: str) -> np.ndarray:
@@ -299,7 +302,7 @@ class _Filled:
         """Encode one batch."""
         pixel_values = to_pixel_values(pixels.images)
         size = min(ENCODED_AT_ONCE, _loaded_at_once(self._shard.shape))
-        encoded = _in_full_batches(pixel_values, size, self._frozen.encode_moments)
+        encoded = torch.cat(list(_in_full_batches(pixel_values, size, self._frozen.encode_moments)))
         moments = _to_half(encoded, what=f"moments at resolution {self._shard.resolution}")
         self._columns["moments"][rows] = moments.reshape(len(rows), -1)
         self._columns["original_size"][rows], self._columns["crop"][rows] = pixels.original_size, pixels.crop

@@ -23,7 +23,7 @@ import torch
 from pydantic import Field, model_validator
 from torch.nn import functional as F
 
-from sdlab import features, launch, models, runs, sample, scenes, solvers
+from sdlab import features, launch, models, parts, runs, sample, scenes, solvers
 from sdlab.config import ConfigError, Model, SamplePrecision, resolve_path
 
 PROMPT_SEED, HELD_OUT_SEED, REFERENCE_SEED = 1_000_001, 2_000_002, 3_000_003
@@ -326,10 +326,10 @@ def _references(loaded: Sequence[models.TextToImage], yardstick: Yardstick) -> l
     return rows
 
 
-def reconstruct(frozen: models.Frozen, images: np.ndarray) -> np.ndarray:
+def reconstruct(frozen: parts.Frozen, images: np.ndarray) -> np.ndarray:
     """`images` encoded to the VAE's mean and decoded again, in batches of 64."""
     batches = torch.from_numpy(images).split(64)
-    means = (frozen.encode_moments(models.to_pixel_values(batch)).chunk(2, dim=1)[0] for batch in batches)
+    means = (frozen.encode_moments(parts.to_pixel_values(batch)).chunk(2, dim=1)[0] for batch in batches)
     return np.concatenate([frozen.decode(mean * frozen.scaling_factor).numpy() for mean in means])
 
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from transformers import CLIPModel, CLIPTokenizer
 
 from sdlab.config import ConfigError
-from sdlab.models import TINY_DIR, hash_weights, to_pixel_values
+from sdlab.files import hash_weights
+from sdlab.parts import TINY_DIR, to_pixel_values
 
 BATCH_SIZE = 64
 """Rows of every forward of the judge; a short last batch is filled and cut, so that a feature does not depend on its neighbours."""

@@ -43,14 +43,18 @@ VOCABULARY: dict[str, Parameter] = {
     "data_dir": Parameter(str | None, "folder of the prepared data; none in 02: scenes, prepared when needed"),
     "detach": Parameter(bool, "return at once and let the run go on without this notebook"),
     "devices": Parameter(int | Literal["auto"], "ranks a node; auto: one a GPU, or one"),
+    "expected_samples_per_second": Parameter(
+        float | None, "of all devices together, for the plan's time; none: as much of their peak as published trainings reach"
+    ),
     "filters": Parameter(
         dict[str, Any] | list[str], "conditions on metadata columns, width, height or aspect, as in {aesthetic: '>= 5.0', aspect: '<= 2'}"
     ),
     "flip": Parameter(bool, "mirror every second view"),
     "global_batch_size": Parameter(int | None, "samples of one optimizer step; none: the stage's"),
+    "gradient_checkpointing": Parameter(bool, "compute activations again in the backward pass: less memory, a third more time"),
     "guidance_scale": Parameter(float, "1 is off, 0 unconditional"),
     "guidance_scales": Parameter(list[float], "1 is off, 0 unconditional"),
-    "init_from": Parameter(str | None, "run folder, pipeline folder, hub id or tiny to start from"),
+    "init_from": Parameter(str | None, "run folder, pipeline folder, .safetensors file, hub id or tiny to start from"),
     "init_weights": Parameter(Literal["auto", "ema", "raw"], "which weights of init_from; auto: the average where there is one"),
     "interactive": Parameter(bool | Literal["auto"], "auto: a panel where somebody can click, else a grid"),
     "keep_every": Parameter(int, "checkpoints of multiples of so many steps stay for good; 0: none"),
@@ -61,8 +65,8 @@ VOCABULARY: dict[str, Parameter] = {
     "max_steps": Parameter(int | None, "where this call stops, counted from the run's start; none: the stage's"),
     "micro_batch_size": Parameter(int | None, "samples a device a forward; none: the stage's"),
     "min_resolution": Parameter(int | None, "smallest side of a picture that is taken, pixels; none: any"),
-    "model": Parameter(str, "tiny, a run folder or a pipeline folder"),
-    "models": Parameter(list[str], "each: tiny, a run folder or a pipeline folder"),
+    "model": Parameter(str, "tiny, a run folder, a pipeline folder, a hub id or a .safetensors file"),
+    "models": Parameter(list[str], "each as model in 03"),
     "negative_prompt": Parameter(str, "what to steer away from"),
     "num_images": Parameter(int, "pictures a guidance scale"),
     "num_inference_steps": Parameter(int, "steps of the solver"),
@@ -73,6 +77,7 @@ VOCABULARY: dict[str, Parameter] = {
     "precision": Parameter(Literal["32-true", "bf16-mixed", "16-mixed"] | None, "number format of the forwards; none: the stage's"),
     "preset": Parameter(str, "family: a built-in name or a YAML file"),
     "preview_every": Parameter(int, "steps between preview pictures; 0: none"),
+    "price_per_device_hour": Parameter(float | None, "in any currency, for the plan's cost"),
     "prompts": Parameter(list[str], "what to draw"),
     "rendezvous": Parameter(str | None, "host:port of the first node, where several meet outside SLURM"),
     "resolution": Parameter(int | list[int], "pixels a side; one or several"),

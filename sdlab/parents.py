@@ -8,14 +8,14 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diffusers import UNet2DConditionModel
 
-from sdlab import models, stored
+from sdlab import encoders, files, models, parts, stored
 from sdlab.config import ConfigError, Networks
 
 TEXTS = ("", "a photo of a cat", "🎈 Crème brûlée, 北京!", "don't  STOP at 3.50 <b>&amp;</b>\n_x_", "word " * 200)
@@ -30,7 +30,7 @@ class Parent(stored.Stored):
     @functools.cached_property
     def frozen_hashes(self) -> dict[str, str]:
         """What `vae`, `text_encoder` and `tokenizer` hold, as of `hash_content`; computed when it is first asked for."""
-        return hash_content(stored.frozen_folder(self.networks))
+        return hash_content(parts.frozen_folder(self.networks))
 
 
 def load_parent(init_from: str, *, weights: str = "auto") -> Parent:
@@ -55,7 +55,7 @@ def check_parent_fits(parent: Parent, networks: Networks) -> None:
         ConfigError: everything that differs, each with both values, and the keys that do not fit.
     """
     there, here = _facts(parent.networks), _facts(networks)
-    theirs, ours = stored.frozen_folder(parent.networks), stored.frozen_folder(networks)
+    theirs, ours = parts.frozen_folder(parent.networks), parts.frozen_folder(networks)
     if theirs != ours:
         there |= _frozen_facts(theirs, parent.frozen_hashes)
         here |= _frozen_facts(ours, hash_content(ours))
@@ -73,7 +73,7 @@ def _facts(networks: Networks) -> dict[str, str]:
     defaults = {name: argument.default for name, argument in inspect.signature(UNet2DConditionModel.__init__).parameters.items()}
     unet = defaults | networks.unet
     heads = unet["num_attention_heads"] or unet["attention_head_dim"]
-    facts: dict[str, Any] = {"prediction_type": networks.prediction_type}
+    facts: dict[str, Any] = {"prediction_type": networks.prediction_type, "null_condition": networks.null_condition}
     facts |= {f"noise_schedule.{key}": value for key, value in networks.noise_schedule.model_dump().items()}
     facts |= {"unet.attention_heads": [heads] * len(unet["block_out_channels"]) if isinstance(heads, int) else list(heads)}
     facts |= {f"unet.{key}": unet[key] for key in ("act_fn", "norm_num_groups", "norm_eps", "flip_sin_to_cos", "freq_shift")}
@@ -82,15 +82,18 @@ def _facts(networks: Networks) -> dict[str, str]:
 
 def _frozen_facts(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
     """What frozen parts hold, in short, and what they do beside."""
-    vae, text = (stored.read_json(folder / part / "config.json") for part in ("vae", "text_encoder"))
-    ids = stored.token_ids(*stored.load_tokenizer(folder), [""])[0].tolist()
+    vae, told = parts.stored_configs(folder)
+    ids = parts.token_ids(*parts.load_tokenizers(folder), [""])[0].tolist()
     counted = ((token, len(list(group))) for token, group in itertools.groupby(ids))
     return {
         **{part: digest[:16] for part, digest in hashes.items()},
         "vae.scaling_factor": repr(vae.get("scaling_factor", 0.18215)),
         "vae.shift_factor": repr(vae.get("shift_factor")),
-        "text_encoder.hidden_act": repr(text.get("hidden_act", "quick_gelu")),
-        "text_encoder.num_attention_heads": repr(text.get("num_attention_heads", 8)),
+        **{
+            f"{name}.{fact}": repr(text.get(fact, default))
+            for name, text in zip(files.ENCODERS, told, strict=False)
+            for fact, default in (("hidden_act", "quick_gelu"), ("num_attention_heads", 8))
+        },
         "null condition": ", ".join(f"{token} x {count}" if count > 1 else str(token) for token, count in counted),
     }
 
@@ -104,22 +107,24 @@ def hash_content(folder: Path) -> dict[str, str]:
     Raises:
         ConfigError: a part is missing or damaged.
     """
-    weights = {part: _hash_tensors(_stamped(stored.weight_files(folder / part))) for part in ("vae", "text_encoder")}
-    ids = stored.token_ids(*stored.load_tokenizer(folder), TEXTS).tolist()
-    return weights | {"tokenizer": hashlib.sha256(json.dumps(ids).encode()).hexdigest()}
+    tokenizers, length = parts.load_tokenizers(folder)
+    ids = {f"tokenizer{end}": parts.token_ids([one], length, TEXTS).tolist() for end, one in zip(("", "_2"), tokenizers, strict=False)}
+    alone = "text_encoder_2" not in parts.names(folder)
+    weights = {part: _hash_tensors(folder / part, _stamped(folder / part), alone) for part in parts.names(folder) if part not in ids}
+    return weights | {part: hashlib.sha256(json.dumps(rows).encode()).hexdigest() for part, rows in ids.items()}
 
 
-Stamped = tuple[tuple[Path, int, int], ...]
+Stamped = tuple[tuple[str, int, int], ...]
 
 
-def _stamped(files: Iterable[Path]) -> Stamped:
-    return tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+def _stamped(folder: Path) -> Stamped:
+    return tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*")))
 
 
 @functools.lru_cache(maxsize=32)
-def _hash_tensors(stamped: Stamped) -> str:
+def _hash_tensors(folder: Path, stamped: Stamped, alone: bool) -> str:
     """Remembered, as long as the files stay the same: encoders have gigabytes and are asked about more than once."""
-    tensors = stored.Tensors(path for path, *_ in stamped)
+    tensors = encoders.tensors(folder, alone=alone)
     digest = hashlib.sha256()
     # position_ids is a constant that older versions of transformers stored
     for name, key in sorted((_present_name(key), key) for key in tensors if not key.endswith("position_ids")):

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
-from sdlab import cache, checks, crops, encode, index, launch, models, pictures, preflight, presets, runs, sources
+from sdlab import cache, checks, crops, encode, index, launch, models, parts, pictures, preflight, presets, runs, sources
 from sdlab.captions import NEWLINES
 from sdlab.config import SIZE_COLUMNS, ConfigError, PrepareConfig, build, check_resolution, resolve_path
-from sdlab.models import Frozen, to_pixel_values
+from sdlab.parts import Frozen, to_pixel_values
 from sdlab.preflight import Found
 
 LOCK = ".sdlab-data.lock"
@@ -44,7 +44,7 @@ def configure(**values: Any) -> PrepareConfig:
     config = build(PrepareConfig, values, where="what to prepare")
     networks = presets.get(config.preset).networks
     for resolution in config.resolution:
-        check_resolution(resolution, vae_factor=models.vae_factor(networks), unet_factor=models.unet_factor(networks))
+        check_resolution(resolution, vae_factor=parts.vae_factor(networks), unet_factor=models.unet_factor(networks))
     encode.colour(config)
     return config
 
@@ -60,7 +60,7 @@ def inspect(config: PrepareConfig) -> Found:
     """
     folder, source = resolve_path(config.data_dir), _source(config)
     with _locked(folder, config):
-        return _inspect(config, source, folder, models.load_frozen(presets.get(config.preset).networks))
+        return _inspect(config, source, folder, parts.load_frozen(presets.get(config.preset).networks))
 
 
 def prepare(config: PrepareConfig, found: Found | None = None) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def prepare(config: PrepareConfig, found: Found | None = None) -> dict[str, Any]
     with _locked(folder, config):
         _check_found(config, found, folder)
         preflight.judge(config, found, folder)
-        return _encode(config, found, models.load_frozen(presets.get(config.preset).networks), folder)
+        return _encode(config, found, parts.load_frozen(presets.get(config.preset).networks), folder)
 
 
 ASKED = ("preset", "source", "data_dir", "caption_column", "filters", "min_resolution", "limit", "allow_uncaptioned", "seed")
@@ -169,7 +169,7 @@ def _share_out(config: PrepareConfig, folder: Path, step: str, here: Any) -> Non
 def work(job: dict[str, Any], *, rank: int, world_size: int) -> None:
     """What one rank does of a step that `prepare` or `inspect` share out."""
     config = PrepareConfig.model_validate(job["config"])
-    folder, frozen = resolve_path(config.data_dir), models.load_frozen(presets.get(config.preset).networks)
+    folder, frozen = resolve_path(config.data_dir), parts.load_frozen(presets.get(config.preset).networks)
     listed = index.Index(folder)
     if job["step"] == "check":
         checks.check(config, listed, frozen, folder, rank=rank, world_size=world_size)
@@ -235,13 +235,13 @@ def _describe(
     config: PrepareConfig, found: Found, frozen: Frozen, folder: Path, plan: encode.Plan, counts: dict[int, dict[str, int]]
 ) -> dict[str, Any]:
     report = found.report()
-    length, width = frozen.max_tokens, int(frozen.text_encoder.config.hidden_size)
     text = {
         "count": sum(len(shard.captions) for shard in plan.texts),
-        "length": length,
-        "width": width,
+        "length": frozen.max_tokens,
+        "widths": list(frozen.text_widths),
+        "pooled_width": frozen.pooled_width,
         "states": config.text_states,
-        "layer": encode.LAYER,
+        "layer": frozen.layer,
         "dtype": "float16",
         "shards": [_found(folder, shard) for shard in plan.texts],
     }

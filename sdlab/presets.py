@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,23 +11,33 @@ from typing import Any
 
 import yaml
 
-from sdlab.config import ConfigError, Preset, Stage, build, hint, nearest, resolve_path
+from sdlab.config import ConfigError, Networks, Preset, Stage, build, hint, nearest, resolve_path
 
 PRESET_DIR = Path(__file__).parent / "assets" / "presets"
+TWIN = "_tiny"
+"""A built-in family's name and this: its twin, the same in everything but size."""
+TWIN_SCALE, TWIN_BATCH, TWIN_MICRO_BATCH, TWIN_STEPS = 4, 8, 4, 20
+"""A twin's pictures are so many times smaller; its batches and schedules are at most so large."""
 
 
 def names() -> list[str]:
-    """Names of the built-in presets."""
-    return sorted(path.stem for path in PRESET_DIR.glob("*.yaml"))
+    """Names of the built-in presets, twins among them."""
+    files = [path.stem for path in PRESET_DIR.glob("*.yaml")]
+    return sorted([*files, *(f"{name}{TWIN}" for name in files if name != "tiny")])
 
 
 def get(name: str) -> Preset:
-    """The preset of a built-in name, or of a YAML file in the same schema, which may say `extends: NAME` and give only what differs.
+    """The preset of a built-in name, or of a YAML file in the same schema.
+
+    A file may say `extends: NAME` and give only what differs; a stage that it sets to null, as in `stages: {pretrain_256: null}`, is
+    left out. `sd15_tiny` is the twin of `sd15`: equal in all but the sizes in its table `twin` and those that `_shrunk` makes smaller.
 
     Raises:
         ConfigError: no such preset or file, no valid YAML, or fields that do not fit.
     """
-    return build(Preset, _table(name, seen=()), where=f"preset {name!r}")
+    table = _table(name, seen=())
+    table.pop("twin", None)
+    return build(Preset, table, where=f"preset {name!r}")
 
 
 def stage(preset: Preset, name: str, overrides: Mapping[str, Any] | None = None) -> Stage:
@@ -47,6 +58,21 @@ def stage(preset: Preset, name: str, overrides: Mapping[str, Any] | None = None)
     return build(Stage, fields, where=f"overrides of {preset.name}/{name}" if overrides else f"stage {name!r}")
 
 
+def networks(preset: Preset, recipe: Stage | str) -> Networks:
+    """The family's networks as a stage trains them: with the stage's own prediction type where it has one.
+
+    Args:
+        preset: the family.
+        recipe: of `stage`, or a stage's name.
+
+    Raises:
+        ConfigError: unknown stage, or a prediction type that the family's noise schedule leaves nothing to learn for.
+    """
+    recipe = stage(preset, recipe) if isinstance(recipe, str) else recipe
+    fields = {**preset.networks.model_dump(), "prediction_type": recipe.prediction_type or preset.networks.prediction_type}
+    return build(Networks, fields, where=f"networks of preset {preset.name!r}")
+
+
 def label(preset: str, stage_name: str, overrides: Mapping[str, Any] | None = None) -> str:
     """How a recipe is named in tables: "sd15/v1_2_512 + learning_rate"."""
     family = Path(preset).stem if preset.endswith((".yaml", ".yml")) else preset
@@ -54,6 +80,8 @@ def label(preset: str, stage_name: str, overrides: Mapping[str, Any] | None = No
 
 
 def _table(name: str, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if name in names() and name.endswith(TWIN):
+        return _shrunk(_table(name.removesuffix(TWIN), seen), name)
     path = _find(name, beside=seen[-1].parent if seen else None)
     if path in seen:
         raise ConfigError(f"preset file {path} extends itself through {' -> '.join(str(p) for p in seen)}")
@@ -63,7 +91,51 @@ def _table(name: str, seen: tuple[Path, ...]) -> dict[str, Any]:
         return table
     if not isinstance(base, str):
         raise ConfigError(f"preset file {path}: 'extends' is {base!r}; give the name or path of one preset")
-    return _merge(_table(base, (*seen, path)), {"name": path.stem, **table})
+    inherited = _table(base, (*seen, path))
+    merged = _merge(inherited, {"name": path.stem, **table})
+    given = (inherited.get("stages", {}), table.get("stages", {}), merged.get("stages", {}))
+    if not all(isinstance(stages, Mapping) for stages in given):
+        return merged
+    return {**merged, "stages": _kept(*given, where=f"preset file {path}")}
+
+
+def _kept(inherited: Mapping[str, Any], own: Mapping[str, Any], merged: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """The stages that a file does not leave out, in its own order where it names all of them.
+
+    Raises:
+        ConfigError: a stage that is to be left out was not there.
+    """
+    unknown = [name for name, fields in own.items() if fields is None and name not in inherited]
+    if unknown:
+        raise ConfigError(f"{where}: there is no stage {unknown[0]!r} to leave out{hint(unknown[0], inherited)}")
+    order = own if own.keys() >= merged.keys() else merged
+    return {name: merged[name] for name in order if merged[name] is not None}
+
+
+def _shrunk(table: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The twin of a family: sizes of its table `twin`, parts drawn at random, and recipes for a minute on a CPU."""
+    sizes, whole = table["twin"], table["networks"]
+    encoders = [_merge(*pair) for pair in zip(whole["text_encoders"], sizes["text_encoders"], strict=True)]
+    networks = _merge(whole, {**sizes, "text_encoders": encoders, "frozen": "random"})
+    made_from = f"{name.removesuffix(TWIN)}, in all but size; there: "
+    stages = {stage_name: _shrunk_stage(fields, made_from) for stage_name, fields in table["stages"].items()}
+    return {"name": name, "title": f"{table['title']}; small", "networks": networks, "stages": stages}
+
+
+def _shrunk_stage(fields: Mapping[str, Any], made_from: str) -> dict[str, Any]:
+    steps, batch = min(fields["schedule_steps"], TWIN_STEPS), min(fields["global_batch_size"], TWIN_BATCH)
+    small = {
+        "resolution": fields["resolution"] // TWIN_SCALE,
+        "global_batch_size": batch,
+        "micro_batch_size": math.gcd(batch, min(fields["micro_batch_size"], TWIN_MICRO_BATCH)),
+        "schedule_steps": steps,
+        "warmup_steps": math.ceil(fields.get("warmup_steps", 0) * steps / fields["schedule_steps"]),
+        "source": made_from + fields["source"],
+    }
+    if fields.get("min_resolution"):
+        small["min_resolution"] = fields["min_resolution"] // TWIN_SCALE
+    small |= {name: 1 for name in ("published_nodes", "published_devices") if fields.get(name)}
+    return {**fields, **small}
 
 
 def read_yaml(path: Path, *, where: str, fields: str) -> dict[str, Any]:

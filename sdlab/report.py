@@ -27,7 +27,7 @@ class Outcome:
     loss: float
     grad_norm: float
     learning_rate: float
-    dropped: int
+    dropped: float
     skipped: bool
     stop: bool
 
@@ -40,7 +40,7 @@ class Report:
         self.first_step = self.last_step = step
         self.started = self.last_time = self.measured = time.monotonic()
         self.spent = _device_hours(runs.read_metrics(folder))
-        self.dropped = 0
+        self.dropped = 0.0
         self.unwritten: list[Mapping[str, Any]] = []
         self.bar: Any = None
         self.writer: Any = None
@@ -82,7 +82,7 @@ class Report:
             if row.get(name) is not None:
                 self.writer.add_scalar(name, row[name], step)
         self.bar.set_postfix_str(f"loss={outcome.loss:.4f}, {row['device_hours']:.3g} device-hours", refresh=False)
-        self.last_step, self.last_time, self.dropped = step, now, 0
+        self.last_step, self.last_time, self.dropped = step, now, 0.0
 
     def _append(self, row: Mapping[str, Any]) -> None:
         """Write a row, or keep it for the next time where the disk is full: the next checkpoint stops the run in order."""

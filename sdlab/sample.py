@@ -14,15 +14,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sdlab import diffusion, launch, models, scenes, solvers
+from sdlab import diffusion, launch, models, parts, scenes, solvers
 from sdlab.config import ConfigError, SamplePrecision, check_resolution
+from sdlab.parts import TextStates
 
 Guidance = Callable[[Tensor, Tensor, Tensor | float], Tensor]
 """(cond, uncond, guidance_scale) to the epsilon to follow, all (B, C, h, w); `diffusion.constant_guidance` or one's own."""
 OnEvaluation = Callable[[int, int], object]
 """(UNet evaluations done, their total), before each of them."""
-Epsilon = Callable[[Tensor, int, Tensor], Tensor]
-"""Epsilon of latents (B, C, h, w) at a timestep given `prompt_embeds` (B, L, D)."""
+Epsilon = Callable[[Tensor, int, TextStates], Tensor]
+"""Epsilon of latents (B, C, h, w) at a timestep given the text states of B prompts."""
 _Item = TypeVar("_Item")
 _one_at_a_time = threading.RLock()
 
@@ -99,12 +100,12 @@ def _counter(on_evaluation: OnEvaluation | None, *, total: int) -> Callable[[], 
     return (lambda: None) if on_evaluation is None else (lambda: on_evaluation(next(done), total))
 
 
-def encode_prompts(model: models.TextToImage, prompts: Sequence[str], *, batch_size: int) -> Tensor:
-    """`prompt_embeds`, float32 (B, L, D) on the UNet's device; each different text is encoded once, `batch_size` a forward."""
+def encode_prompts(model: models.TextToImage, prompts: Sequence[str], *, batch_size: int) -> TextStates:
+    """Text states in float32 on the UNet's device; each different text is encoded once, `batch_size` a forward."""
     places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
     unique = list(places)
     batches = [_filled(unique[start : start + batch_size], batch_size) for start in range(0, len(unique), batch_size)]
-    encoded = torch.cat([model.frozen.encode_text(model.frozen.tokenize(batch)) for batch in batches])
+    encoded = parts.join([model.frozen.encode_text(model.frozen.tokenize(batch)) for batch in batches])
     return encoded[[places[prompt] for prompt in prompts]].to(model.unet.device)
 
 
@@ -118,22 +119,24 @@ def draw_noise(model: models.TextToImage, seeds: Sequence[int]) -> Tensor:
 
 def _epsilon_of(model: models.TextToImage, *, alphas: Tensor, precision: SamplePrecision, before_each: Callable[[], object]) -> Epsilon:
     device, prediction_type = model.unet.device, model.networks.prediction_type
+    sizes = torch.tensor([[model.resolution, model.resolution, 0, 0, model.resolution, model.resolution]], device=device)
 
-    def epsilon(latents: Tensor, timestep: int, prompt_embeds: Tensor) -> Tensor:
+    def epsilon(latents: Tensor, timestep: int, text: TextStates) -> Tensor:
         before_each()
         timesteps = torch.full((len(latents),), timestep, device=device)
+        add_time_ids = sizes.expand(len(latents), 6) if models.takes_sizes(model.networks) else None
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
-            model_pred = model.unet(latents, timesteps, prompt_embeds).sample.float()
+            model_pred = model.unet(latents, timesteps, **text.conditioning(add_time_ids)).sample.float()
         return diffusion.to_epsilon(model_pred, latents, timesteps, alphas=alphas, prediction_type=prediction_type)
 
     return epsilon
 
 
-def _guided(epsilon: Epsilon, cond: Tensor, uncond: Tensor, *, guidance: Guidance, guidance_scale: float) -> solvers.Predict:
+def _guided(epsilon: Epsilon, cond: TextStates, uncond: TextStates, *, guidance: Guidance, guidance_scale: float) -> solvers.Predict:
     if guidance is diffusion.constant_guidance and guidance_scale in (0, 1):
         alone = cond if guidance_scale == 1 else uncond
         return lambda latents, timestep: epsilon(latents, timestep, alone)
-    both = torch.cat([uncond, cond])
+    both = parts.join([uncond, cond])
 
     def predict(latents: Tensor, timestep: int) -> Tensor:
         away, towards = epsilon(torch.cat([latents, latents]), timestep, both).chunk(2)

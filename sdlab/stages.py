@@ -13,12 +13,40 @@ from typing import Any
 
 import torch
 
-from sdlab import checkpoints, launch, models, parents, presets, runs
+from sdlab import checkpoints, costs, launch, models, optim, parents, parts, presets, runs
 from sdlab.cache import Cache, open_cache
-from sdlab.config import ConfigError, Stage, TrainConfig, build, check_resolution, resolve_path
+from sdlab.config import (
+    ConfigError,
+    Networks,
+    Preset,
+    Stage,
+    TrainConfig,
+    accumulation_steps,
+    build,
+    check_resolution,
+    resolve_path,
+)
 
-STATE_BYTES = 16
-"""A parameter's weight, gradient and two Adam moments in float32; its average takes four more."""
+UTILISATION = 0.25
+"""Share of a device's peak that published trainings of these families reach, 0.15 to 0.31 with encoders online or cached."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a stage takes, from shapes alone: no data, no weights and no device are needed."""
+
+    label: str
+    parameters: dict[str, int]
+    """Of `unet`, `vae` and `text_encoders`."""
+    steps: int
+    samples: int
+    forward_flops: int
+    """Of the UNet for one sample."""
+    world_size: int
+    options: list[costs.Option]
+    """As it was asked for, and ways that take less memory."""
+    costs: dict[str, tuple[float, costs.Cost]]
+    """Samples a second at `UTILISATION`, or as they were given, and what that takes, by device."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +60,8 @@ class Plan:
     """Of the UNet."""
     samples: int
     epochs: float
-    memory_bytes: int
-    """On each device, for weights, gradients, Adam moments, moving average and frozen parts; activations come on top."""
+    memory: costs.Memory
+    """On each device."""
     available_bytes: int
     """Memory of the device, or this rank's share of the machine's."""
     disk_bytes: int
@@ -85,29 +113,24 @@ def configure(
         ConfigError: anything that does not fit, before work.
     """
     family = presets.get(preset)
-    chosen = {"global_batch_size": global_batch_size, "precision": precision}
-    changes = {**(overrides or {}), **{key: value for key, value in chosen.items() if value is not None}}
-    recipe = presets.stage(family, stage, changes)
+    changes, recipe, networks = _recipe(family, stage, overrides, global_batch_size=global_batch_size, precision=precision)
     check_parent(recipe, stage, init_from)
-    models.check_networks(family.networks)
-    factor = models.vae_factor(family.networks)
-    check_resolution(recipe.resolution, vae_factor=factor, unet_factor=models.unet_factor(family.networks))
-    encoders = models.hash_frozen(family.networks)
+    parts.check_configs(networks)
+    encoders = parts.hash_frozen(networks)
     cache = _open_data(data_dir, recipe, encoders, "data_dir")
     if val_data_dir is not None:
         _open_data(val_data_dir, recipe, encoders, "val_data_dir")
     parent = parents.load_parent(init_from, weights=init_weights) if init_from else None
     if parent is not None:
-        parents.check_parent_fits(parent, family.networks)
+        parents.check_parent_fits(parent, _learned_before(family, recipe, networks))
     ranks = launch.devices("auto") if devices == "auto" else devices
     counts = (ranks, running.get("num_nodes", 1))
-    share = recipe.global_batch_size // max(1, math.prod(counts)) if all(isinstance(count, int) for count in counts) else 1
     values = {
-        **{"preset": preset, "stage": stage, "overrides": changes, "networks": family.networks, "recipe": recipe},
+        **{"preset": preset, "stage": stage, "overrides": changes, "networks": networks, "recipe": recipe},
         **{"data_key": cache.key, "data_dir": str(resolve_path(data_dir))},
         **{"init_from": init_from, "init_weights": init_weights, "parent_hash": parent.weights_hash if parent is not None else None},
         "max_steps": recipe.schedule_steps if max_steps is None else max_steps,
-        "micro_batch_size": min(recipe.micro_batch_size, max(1, share)) if micro_batch_size is None else micro_batch_size,
+        "micro_batch_size": _share(recipe, counts) if micro_batch_size is None else micro_batch_size,
         **{"devices": ranks, "bucketed": len(cache.buckets) > 1},
         "val_data_dir": None if val_data_dir is None else str(resolve_path(val_data_dir)),
         "val_every": (save_every if val_data_dir else 0) if val_every is None else val_every,
@@ -117,6 +140,92 @@ def configure(
     config = build(TrainConfig, values, where=presets.label(preset, stage, changes))
     _check_machine(config)
     return config
+
+
+def _recipe(family: Preset, stage: str, overrides: Mapping[str, Any] | None, **chosen: Any) -> tuple[dict[str, Any], Stage, Networks]:
+    """What was changed of a stage, its recipe with that, and the networks that it trains.
+
+    Raises:
+        ConfigError: anything that does not fit.
+    """
+    changes = {**(overrides or {}), **{key: value for key, value in chosen.items() if value is not None}}
+    recipe = presets.stage(family, stage, changes)
+    networks = presets.networks(family, recipe)
+    models.check_networks(networks)
+    check_resolution(recipe.resolution, vae_factor=parts.vae_factor(networks), unet_factor=models.unet_factor(networks))
+    return changes, recipe, networks
+
+
+def _learned_before(family: Preset, recipe: Stage, networks: Networks) -> Networks:
+    """The networks as the stage before has trained them: its prediction type may be another one."""
+    return presets.networks(family, family.stages[recipe.parent]) if recipe.parent in family.stages else networks
+
+
+def _share(recipe: Stage, counts: tuple[Any, ...]) -> int:
+    """The stage's micro-batch size, or each rank's share of the global batch size where that is smaller."""
+    share = recipe.global_batch_size // max(1, math.prod(counts)) if all(isinstance(count, int) for count in counts) else 1
+    return min(recipe.micro_batch_size, max(1, share))
+
+
+def estimate(
+    *,
+    preset: str,
+    stage: str,
+    overrides: Mapping[str, Any] | None = None,
+    max_steps: int | None = None,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    precision: str | None = None,
+    devices: str | int = "auto",
+    num_nodes: int = 1,
+    strategy: str = "auto",
+    gradient_checkpointing: bool = False,
+    expected_samples_per_second: float | None = None,
+    price_per_device_hour: float | None = None,
+    **others: Any,
+) -> Estimate:
+    """What a stage takes, before there are data, weights or devices for it.
+
+    Args:
+        preset, stage, overrides, max_steps, global_batch_size, micro_batch_size, precision, devices, num_nodes: as of `configure`.
+        strategy: as of `TrainConfig`.
+        gradient_checkpointing: as of `TrainConfig`.
+        expected_samples_per_second: of all devices together, where it is known; None for what the published devices should make.
+        price_per_device_hour: of one device, in any currency.
+        others: further parameters of a run, which change nothing here.
+
+    Raises:
+        ConfigError: anything that does not fit.
+    """
+    family = presets.get(preset)
+    changes, recipe, networks = _recipe(family, stage, overrides, global_batch_size=global_batch_size, precision=precision)
+    ranks = launch.devices("auto") if devices == "auto" else int(devices)
+    world_size, micro = ranks * num_nodes, micro_batch_size or _share(recipe, (ranks, num_nodes))
+    accumulation_steps(recipe.global_batch_size, micro, world_size=world_size)
+    counts = models.count_parameters(family)
+    asked: dict[str, Any] = {"world_size": world_size, "strategy": strategy, "gradient_checkpointing": gradient_checkpointing}
+    asked |= {"frozen_parameters": counts["vae"] + counts["text_encoders"], "micro_batch_size": micro}
+    steps = recipe.schedule_steps if max_steps is None else max_steps
+    work: dict[str, Any] = {"world_size": world_size, "gradient_checkpointing": gradient_checkpointing, "utilisation": UTILISATION}
+    rates = (
+        {"as expected": expected_samples_per_second}
+        if expected_samples_per_second is not None
+        else {name: costs.throughput(networks, recipe.resolution, device_flops=flops, **work) for name, flops in costs.PEAK_FLOPS.items()}
+    )
+    samples, price = steps * recipe.global_batch_size, price_per_device_hour
+    return Estimate(
+        label=presets.label(preset, stage, changes),
+        parameters=counts,
+        steps=steps,
+        samples=samples,
+        forward_flops=costs.forward_flops(networks, recipe.resolution),
+        world_size=world_size,
+        options=costs.options(networks, recipe, **asked),
+        costs={
+            name: (rate, costs.cost(samples=samples, samples_per_second=rate, world_size=world_size, price_per_device_hour=price))
+            for name, rate in rates.items()
+        },
+    )
 
 
 def check_parent(recipe: Stage, stage: str, init_from: str | None) -> None:
@@ -153,11 +262,14 @@ def _check_machine(config: TrainConfig) -> None:
     """
     if config.recipe.precision == "16-mixed" and launch.device().type == "cpu":
         raise ConfigError("precision='16-mixed' needs a GPU: a CPU would silently use bf16; use 32-true or bf16-mixed")
+    optim.check_states(config.recipe, launch.device().type, strategy=config.strategy)
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError("tensorboard=True needs the package tensorboard: pip install 'sdlab[tensorboard]'")
-    needed, there = _memory(config), _available(config)
+    memory, there = _memory(config), _available(config)
+    needed = memory.total - memory.activations
     if needed > there:
-        advice = "use strategy='fsdp' on more devices, or a smaller model" if config.strategy != "fsdp" else "use more devices"
+        fitting = costs.what_fits(costs.options(config.networks, config.recipe, **_asked(config), available_bytes=there), there)
+        advice = f"this would fit: {fitting.name}" if fitting else "no option makes it fit; use more or larger devices"
         raise ConfigError(
             f"training needs {needed / 1e9:.1f} GB a device before any activation, and there are {there / 1e9:.1f} GB; {advice}"
         )
@@ -177,10 +289,17 @@ def plan(config: TrainConfig, run_dir: str | Path) -> Plan:
     return Plan(str(folder), step, parameters, samples, samples / rows, _memory(config), _available(config), disk)
 
 
-def _memory(config: TrainConfig) -> int:
+def _memory(config: TrainConfig) -> costs.Memory:
+    return costs.memory(config.networks, config.recipe, **_asked(config))
+
+
+def _asked(config: TrainConfig) -> dict[str, Any]:
     counts = models.count_parameters(presets.get(config.preset))
-    states = (STATE_BYTES + (0 if config.recipe.ema_decay is None else 4)) * counts["unet"]
-    return states // (config.world_size if config.strategy == "fsdp" else 1) + 4 * (counts["vae"] + counts["text_encoders"])
+    return {
+        **{"micro_batch_size": config.micro_batch_size, "world_size": config.world_size, "strategy": config.strategy},
+        **{"gradient_checkpointing": config.gradient_checkpointing, "frozen_parameters": counts["vae"] + counts["text_encoders"]},
+        "device_type": launch.device().type,
+    }
 
 
 def _available(config: TrainConfig) -> int:
@@ -192,14 +311,19 @@ def _available(config: TrainConfig) -> int:
 def disk_needed(config: TrainConfig, folder: Path) -> int:
     """Bytes that a run may still write to its folder."""
     there = [runs.checkpoint_step(path) for path in runs.checkpoints(folder)]
-    return checkpoints.disk_needed(
-        models.count_unet(config.networks),
+    return _export_bytes(config) + checkpoints.disk_needed(
+        costs.count_trained(config.networks, config.recipe.lora),
         ema=config.recipe.ema_decay is not None,
         steps_left=max(0, config.max_steps - max(there, default=0)),
         save_every=config.save_every,
         keep_every=config.keep_every,
         there=len(there),
     )
+
+
+def _export_bytes(config: TrainConfig) -> int:
+    """A pipeline folder and a single file, in float32."""
+    return 2 * 4 * sum(models.count_parameters(presets.get(config.preset)).values())
 
 
 def check_disk(config: TrainConfig, folder: Path) -> None:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from sdlab import launch, models, optim, parents, runs
+from sdlab import launch, lora, models, optim, parents, parts, runs
 from sdlab.checkpoints import Checkpoints
 from sdlab.config import ConfigError, TrainConfig
-from sdlab.stored import Tensors
+from sdlab.files import Tensors
 
 TIMEOUT_MINUTES = 20.0
 """How long a rank waits for the others, which may be writing a checkpoint or drawing a preview."""
@@ -94,13 +94,14 @@ def restore(config: TrainConfig, fabric: Fabric, folder: Path) -> State:
     checkpoint = fabric.broadcast(newest)
     unet = models.build_unet(config.networks, seed=config.seed)
     saved = {} if checkpoint is None else {path.stem: Tensors([path]) for path in checkpoint.glob("*.safetensors")}
+    if config.init_from is not None and (checkpoint is None or config.recipe.lora is not None):
+        models.hand_over(unet, _parent(config).state_dict(), source=config.init_from)
+    if config.recipe.lora is not None:
+        lora.add(unet, config.recipe.lora, seed=config.seed)
     if checkpoint is not None:
-        models.hand_over(unet, saved["weights"], source=str(checkpoint))
-    elif config.init_from is not None:
-        parent = parents.load_parent(config.init_from, weights=config.init_weights)
-        if parent.weights_hash != config.parent_hash:
-            raise ConfigError(f"the weights of {parent.name} have changed since this run was planned; run again")
-        models.hand_over(unet, parent.state_dict(), source=parent.name)
+        _load(unet, saved["weights"], str(checkpoint))
+    if config.gradient_checkpointing:
+        unet.enable_gradient_checkpointing()
     wrapped: Any = fabric.setup_module(unet.train())
     module = wrapped.module
     optimizer = optim.make_optimizer(module, config.recipe)
@@ -113,6 +114,28 @@ def restore(config: TrainConfig, fabric: Fabric, folder: Path) -> State:
             ema.restore(saved["ema"].__getitem__)
     state.optimizer = fabric.setup_optimizers(optimizer)
     return state
+
+
+def _parent(config: TrainConfig) -> parents.Parent:
+    """What the run starts from, as it was planned.
+
+    Raises:
+        ConfigError: it holds other weights by now.
+    """
+    assert config.init_from is not None
+    parent = parents.load_parent(config.init_from, weights=config.init_weights)
+    if parent.weights_hash != config.parent_hash:
+        raise ConfigError(f"the weights of {parent.name} have changed since this run was planned; run again")
+    return parent
+
+
+@torch.no_grad()
+def _load(unet: nn.Module, saved: Tensors, source: str) -> None:
+    """Put saved weights into what is trained of a UNet."""
+    parameters = optim.trained(unet)
+    models.check_fit(parameters, saved.shapes(), source=source)
+    for name, parameter in parameters.items():
+        parameter.copy_(saved[name])
 
 
 def _newest(folder: Path) -> Path | None:
@@ -157,7 +180,7 @@ def save(state: State, written: Checkpoints) -> None:
 
 def tensors(state: State) -> dict[str, dict[str, Tensor]]:
     """Everything that a checkpoint holds, by group and parameter name; sharded under FSDP."""
-    groups = {"weights": {name: parameter.detach() for name, parameter in state.module.named_parameters()}}
+    groups = {"weights": {name: parameter.detach() for name, parameter in optim.trained(state.module).items()}}
     if state.ema is not None:
         groups["ema"] = state.ema.tensors
     return {**groups, **optim.optimizer_tensors(state.module, state.optimizer)}
@@ -180,7 +203,7 @@ class _Gathered:
             optim.whole(self.left.pop(0))
 
 
-def drawing(state: State, config: TrainConfig, frozen: models.Frozen, name: str) -> models.TextToImage | None:
+def drawing(state: State, config: TrainConfig, frozen: parts.Frozen, name: str) -> models.TextToImage | None:
     """The model as it draws now, by its moving average where it keeps one, on the first rank; all ranks have to call."""
     source, weights = (state.ema.tensors, "ema") if state.ema is not None else (tensors(state)["weights"], "raw")
     together = {}
@@ -192,7 +215,23 @@ def drawing(state: State, config: TrainConfig, frozen: models.Frozen, name: str)
         return None
     with torch.device("meta"):
         unet = models.build_unet(config.networks)
-    unet.load_state_dict(together, assign=True)
+    change, full = config.recipe.lora, together
+    if change is not None:
+        base = _parent(config).state_dict()
+        full = {key: tensor.to(state.fabric.device) for key, tensor in lora.merged(base, _on_cpu(together), change).items()}
+    unet.load_state_dict(full, assign=True)
     return models.TextToImage(
-        frozen, unet.eval().requires_grad_(False), config.networks, name, weights, state.step, "", config.recipe.resolution
+        frozen=frozen,
+        unet=unet.eval().requires_grad_(False),
+        networks=config.networks,
+        name=name,
+        weights=weights,
+        step=state.step,
+        weights_hash="",
+        resolution=config.recipe.resolution,
+        adapter=together if change is not None else None,
     )
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: tensor.cpu() for key, tensor in tensors.items()}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sdlab import evaluate, presets, stages
-from sdlab.config import TrainConfig, near_path
+from sdlab import costs, evaluate, presets, stages
+from sdlab.config import Preset, TrainConfig, near_path
 
 Row = Mapping[str, Any]
 MISSING = "\u2013"
@@ -153,6 +154,35 @@ def bucket_table(manifest: Row) -> Table:
     return Table(columns, tuple(rows))
 
 
+def estimate_table(estimate: stages.Estimate) -> Table:
+    """What a stage takes before it runs: parameters, work, and time on devices whose speed is known."""
+    parameters = ", ".join(f"{name} {count:,}" for name, count in estimate.parameters.items())
+    flops, ranks = estimate.forward_flops, f"{estimate.world_size:,} device{'s' if estimate.world_size > 1 else ''}"
+    rows: list[tuple[str, Any, str]] = [
+        ("recipe", estimate.label, ""),
+        ("parameters", parameters, ""),
+        ("steps", f"{estimate.steps:,}", f"optimizer steps, {_rounded(estimate.samples)} samples"),
+        ("work", f"{flops / 1e9:,.4g}", "GFLOP a forward of the UNet for one sample; training takes three times as much"),
+    ]
+    for device, (rate, cost) in estimate.costs.items():
+        time = f"{shown(cost.days)} days, {shown(cost.device_hours)} device-hours"
+        price = "" if cost.money is None else f", {shown(cost.money)} at the given price"
+        rows.append((f"{ranks}, {device}", f"{shown(rate)} samples/s", time + price))
+    return Table(("what", "value", ""), tuple(rows))
+
+
+def memory_table(estimate: stages.Estimate) -> Table:
+    """Memory that a stage takes on each device, in GB: as it was asked for, and other ways that take less.
+
+    With gradient checkpointing activations are computed again in the backward pass; fsdp shards weights, gradients and moments.
+    """
+    names = tuple(field.name for field in dataclasses.fields(costs.Memory))
+    rows = [
+        (option.name, *(getattr(option.memory, name) / 1e9 for name in names), option.memory.total / 1e9) for option in estimate.options
+    ]
+    return Table(("GB a device", *names, "total"), tuple(rows))
+
+
 def run_table(config: TrainConfig, plan: stages.Plan) -> Table:
     """What a run is about to do and to take, field by field with units; fields that were overridden are marked."""
     recipe = config.recipe
@@ -180,7 +210,8 @@ def run_table(config: TrainConfig, plan: stages.Plan) -> Table:
         ("min_snr_gamma", recipe.min_snr_gamma, ""),
         ("ema_decay", recipe.ema_decay, "a step"),
         ("seed", config.seed, ""),
-        ("memory", f"{plan.memory_bytes / 1e9:.2f}", f"GB a rank before activations, of {plan.available_bytes / 1e9:.1f}"),
+        ("memory", f"{plan.memory.total / 1e9:.2f}", f"GB a rank, of {plan.available_bytes / 1e9:.1f}; by estimate"),
+        ("gradient_checkpointing", config.gradient_checkpointing, ""),
         ("disk", f"{plan.disk_bytes / 1e9:.2f}", "GB at most for checkpoints and pipeline"),
     ]
     marked = frozenset(index for index, (name, _, _) in enumerate(rows) if name in config.overrides)
@@ -286,3 +317,58 @@ def describe_held_out(held_out: Row) -> str:
     if held_out["background_right"] is None:
         return text + "pictures of this size cannot be read."
     return text + ", ".join([f"background right in {percent(held_out['background_right'])}", *parts]) + "."
+
+
+def recipes_table(name: str) -> Table:
+    """The stages of a preset, to be read against the pages and files that they were taken from.
+
+    Args:
+        name: a built-in preset or a YAML file.
+
+    Raises:
+        ConfigError: as `presets.get`.
+    """
+    preset = presets.get(name)
+    columns = (
+        *("stage", "starts from", "resolution", "pictures", "crop", "nodes x devices", "micro-batch", "global batch", "steps", "samples"),
+        *("learning rate", "warm-up", "precision", "captions dropped", "EMA", "predicts", "besides"),
+    )
+    return Table(columns, tuple(_recipe(preset, stage_name) for stage_name in preset.stages))
+
+
+def _recipe(preset: Preset, stage_name: str) -> tuple[Any, ...]:
+    stage = preset.stages[stage_name]
+    pictures = [*([f"{stage.min_resolution} pixels and more"] if stage.min_resolution else []), *stage.filters]
+    ranks = f"{stage.published_nodes} x {stage.published_devices}" if stage.published_nodes else None
+    dropped = percent(stage.caption_drop_prob) + (" of each" if stage.condition_drop == "each" else "")
+    offset = [f"offset noise {stage.noise_offset}"] if stage.noise_offset else []
+    low_rank = [f"LoRA of rank {stage.lora.rank}"] if stage.lora else []
+    return (
+        *(stage_name, stage.parent or "random weights", str(stage.resolution), ", ".join(pictures) or "all", stage.crop, ranks),
+        *(stage.micro_batch_size, stage.global_batch_size, stage.schedule_steps, _rounded(stage.schedule_steps * stage.global_batch_size)),
+        *(f"{stage.learning_rate:g}, {stage.lr_schedule}", stage.warmup_steps, stage.precision, dropped, stage.ema_decay),
+        *(presets.networks(preset, stage_name).prediction_type, ", ".join([*offset, *low_rank])),
+    )
+
+
+def sources_table(name: str) -> Table:
+    """Where the recipes of a preset come from, on what pictures they were published, and where sources disagree.
+
+    Args:
+        name: a built-in preset or a YAML file.
+
+    Raises:
+        ConfigError: as `presets.get`.
+    """
+    stages = presets.get(name).stages
+    return Table(
+        ("stage", "pictures", "source", "note"), tuple((name, stage.data, stage.source, stage.note) for name, stage in stages.items())
+    )
+
+
+def _rounded(number: int) -> str:
+    """A number as pages print it: four digits and K, M or B."""
+    for power, letter in ((9, "B"), (6, "M"), (3, "K")):
+        if number >= 10**power:
+            return f"{number / 10**power:.4g} {letter}"
+    return str(number)

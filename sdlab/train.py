@@ -15,7 +15,7 @@ from lightning_fabric.strategies import DDPStrategy
 from PIL import Image
 from torch import Tensor
 
-from sdlab import launch, models, optim, parents, runs, sample, stages
+from sdlab import export, launch, optim, parents, parts, runs, sample, stages
 from sdlab.batches import Batch, Batches
 from sdlab.cache import Cache, open_cache
 from sdlab.checkpoints import Checkpoints, NoSpace
@@ -105,7 +105,7 @@ def _run(config: TrainConfig, folder: Path, follow: Callable[[], None]) -> dict[
         (folder / "result.json").unlink(missing_ok=True)
         runs.rewind_metrics(folder, state.step)
         print(f"{folder}: continues from step {state.step}" if state.step else f"{folder}: starts at step 1")
-    frozen = models.load_frozen(config.networks)
+    frozen = parts.load_frozen(config.networks)
     report = Report(config, folder, state.step, shown=state.is_first, follow=follow)
     try:
         with launch.attention(fabric.device), Checkpoints(folder, keep_every=config.keep_every) as written:
@@ -120,7 +120,7 @@ def _run(config: TrainConfig, folder: Path, follow: Callable[[], None]) -> dict[
     return report.result(status, state.step, error=reason) if state.is_first else {}
 
 
-def _loop(config: TrainConfig, folder: Path, state: State, frozen: models.Frozen, report: Report, written: Checkpoints) -> tuple[str, str]:
+def _loop(config: TrainConfig, folder: Path, state: State, frozen: parts.Frozen, report: Report, written: Checkpoints) -> tuple[str, str]:
     """Train until the end or a stop; the status, and why the run was stopped if nobody asked for it."""
     batches, cache = _batches(config, state, frozen, config.data_dir, config.recipe)
     validation = _validation(config, state, frozen)
@@ -145,7 +145,7 @@ def _is_due(every: int, state: State) -> bool:
     return every > 0 and state.step % every == 0
 
 
-def _batches(config: TrainConfig, state: State, frozen: models.Frozen, data_dir: str, recipe: Stage) -> tuple[Batches, Cache]:
+def _batches(config: TrainConfig, state: State, frozen: parts.Frozen, data_dir: str, recipe: Stage) -> tuple[Batches, Cache]:
     cache = open_cache(data_dir, recipe.resolution)
     batches = Batches(
         cache,
@@ -190,7 +190,7 @@ def _update(state: State, micro_batches: Sequence[Batch], config: TrainConfig, c
     _count(state, skipped=not finite)
     if state.ema is not None and finite:
         state.ema.update(state.module, state.updates)
-    return Outcome(loss, norm, rate, int(dropped), not finite, stop > 0)
+    return Outcome(loss, norm, rate, dropped, not finite, stop > 0)
 
 
 def _accumulate(state: State, micro_batches: Sequence[Batch]) -> Tensor:
@@ -209,8 +209,9 @@ def _accumulate(state: State, micro_batches: Sequence[Batch]) -> Tensor:
 def _losses(state: State, batch: Batch) -> Tensor:
     """The weighted mean squared error of each sample, float32 (B,)."""
     device = state.fabric.device
-    inputs = (batch.noisy_latents.to(device), batch.timesteps.to(device))
-    model_pred = state.unet(*inputs, encoder_hidden_states=batch.prompt_embeds.to(device), return_dict=False)[0]
+    sizes = None if batch.add_time_ids is None else batch.add_time_ids.to(device)
+    inputs, conditioning = (batch.noisy_latents.to(device), batch.timesteps.to(device)), batch.text.to(device).conditioning(sizes)
+    model_pred = state.unet(*inputs, **conditioning, return_dict=False)[0]
     errors = (model_pred.float() - batch.target.to(device)).square().mean(dim=(1, 2, 3))
     return errors * batch.weights.to(device)
 
@@ -223,7 +224,7 @@ def _summed(state: State, mine: Tensor) -> Tensor:
 
 
 def _counts(micro_batches: Sequence[Batch], asked: bool, like: Tensor) -> Tensor:
-    dropped = sum(int(batch.dropped.sum()) for batch in micro_batches)
+    dropped = sum(float(batch.dropped.double().mean(dim=1).sum()) for batch in micro_batches)
     return torch.tensor([dropped, asked], dtype=torch.float64, device=like.device)
 
 
@@ -258,10 +259,10 @@ def _not_finite(state: State, micro_batches: Sequence[Batch], losses: Tensor, lo
 
 
 def _gather(mine: list[int], state: State) -> list[list[int]]:
-    parts: list[Any] = [mine] * state.fabric.world_size
+    told: list[Any] = [mine] * state.fabric.world_size
     if state.fabric.world_size > 1:
-        torch.distributed.all_gather_object(parts, mine)
-    return parts
+        torch.distributed.all_gather_object(told, mine)
+    return told
 
 
 def _last(state: State) -> str:
@@ -280,7 +281,7 @@ def _save(state: State, written: Checkpoints) -> str:
 # What is seen while it runs
 
 
-def _validation(config: TrainConfig, state: State, frozen: models.Frozen) -> Batches | None:
+def _validation(config: TrainConfig, state: State, frozen: parts.Frozen) -> Batches | None:
     if config.val_data_dir is None:
         return None
     plain = {"caption_drop_prob": 0.0, "noise_offset": 0.0, "min_snr_gamma": None}
@@ -303,7 +304,7 @@ def _validate(state: State, batches: Batches) -> list[float | None]:
     return [error / number if number else None for error, number in zip(total, count, strict=True)]
 
 
-def _preview(config: TrainConfig, folder: Path, state: State, frozen: models.Frozen, cache: Cache) -> None:
+def _preview(config: TrainConfig, folder: Path, state: State, frozen: parts.Frozen, cache: Cache) -> None:
     """Draw a few captions into `previews/`; a preview that fails is reported and never stops the run. All ranks have to call."""
     model = drawing(state, config, frozen, str(folder))
     if model is None:
@@ -320,14 +321,14 @@ def _preview(config: TrainConfig, folder: Path, state: State, frozen: models.Fro
         print(f"preview of step {state.step} failed: {type(error).__name__}: {error}")
 
 
-def _export(config: TrainConfig, folder: Path, state: State, frozen: models.Frozen) -> None:
+def _export(config: TrainConfig, folder: Path, state: State, frozen: parts.Frozen) -> None:
     """Write `export/`, a diffusers pipeline with the moving average where the stage keeps one; all ranks have to call."""
     model = drawing(state, config, frozen, str(folder)) if state.step else None
     if model is None:
         return
     scratch = folder / ".export"
     shutil.rmtree(scratch, ignore_errors=True)
-    models.save_pipeline(scratch, model)
+    export.write(scratch, model, export.origin(config, folder), change=config.recipe.lora)
     shutil.rmtree(folder / "export", ignore_errors=True)
     scratch.rename(folder / "export")
 
@@ -336,6 +337,8 @@ def _lineage(config: TrainConfig) -> dict[str, Any]:
     if config.init_from is None:
         return {"parent": None, "overrides": config.overrides}
     parent = parents.load_parent(config.init_from, weights=config.init_weights)
-    handed = {"path": parent.path, "weights": parent.weights, "step": parent.step, "sha256": parent.weights_hash}
+    handed = {"path": parent.path, "weights": parent.weights, "step": parent.step, "sha256": parent.weights_hash, "licence": parent.licence}
     reset = ["optimizer", "ema", "learning-rate schedule", "step"]
-    return {"parent": handed, "reset": reset, "overrides": config.overrides}
+    kinds = (parent.networks.prediction_type, config.networks.prediction_type)
+    changed = {"prediction_type": kinds} if len(set(kinds)) > 1 else {}
+    return {"parent": handed, "reset": reset, "changed": changed, "overrides": config.overrides}

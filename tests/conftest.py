@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from sdlab.models import Frozen
+    from sdlab.parts import Frozen
 
 # nohup and a shell's background jobs start with these ignored, and what is ignored the engine leaves alone
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -46,17 +46,17 @@ def scenes_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def frozen() -> "Frozen":
     """The frozen parts that sdlab ships."""
-    from sdlab import models, presets
+    from sdlab import parts, presets
 
-    return models.load_frozen(presets.get("tiny").networks)
+    return parts.load_frozen(presets.get("tiny").networks)
 
 
 @pytest.fixture
 def loaded_once(frozen: "Frozen", monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading the same weights for every test would be most of the time."""
-    from sdlab import models
+    from sdlab import parts
 
-    monkeypatch.setattr(models, "load_frozen", lambda networks: frozen)
+    monkeypatch.setattr(parts, "load_frozen", lambda networks: frozen)
 
 
 @pytest.fixture

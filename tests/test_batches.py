@@ -4,7 +4,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,8 @@ class Memory:
     """A cache in memory, of shards of `shard` rows: each moment of a row, and each of its text states, is the row's number."""
 
     has_text_states = True
-    null_embeds = torch.full((3, 2), -1.0)
+    text_widths = (2,)
+    null = MappingProxyType({"prompt_embeds": torch.full((1, 3, 2), -1.0)})
 
     def __init__(self, *counts: int, shard: int = 2048) -> None:
         starts = np.cumsum([0, *counts]).tolist()
@@ -50,7 +51,7 @@ class Memory:
         height = bucket.height // 8
         return {
             "moments": index.view(-1, 1, 1, 1).expand(-1, 8, height, 1),
-            "prompt_embeds": index.view(-1, 1, 1).expand(-1, *self.null_embeds.shape),
+            "prompt_embeds": index.view(-1, 1, 1).expand(-1, 3, 2),
         }
 
     def __len__(self) -> int:
@@ -60,13 +61,18 @@ class Memory:
         return next(one for one in self.buckets if one.first <= row < one.first + one.count)
 
 
+def flat(batch: batches.Batch) -> dict[str, torch.Tensor]:
+    tensors = {**vars(batch), **batch.text.named()}
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+
+
 def equal(first: Sequence[batches.Batch], second: Sequence[batches.Batch]) -> bool:
-    pairs = [(vars(one), vars(other)) for one, other in zip(first, second, strict=True)]
+    pairs = [(flat(one), flat(other)) for one, other in zip(first, second, strict=True)]
     return all(torch.equal(one[name], other[name]) for one, other in pairs for name in one)
 
 
 def whole(parts: Sequence[batches.Batch]) -> dict[str, torch.Tensor]:
-    return {name: torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])}
+    return {name: torch.cat([flat(part)[name] for part in parts]) for name in flat(parts[0])}
 
 
 # Order
@@ -138,7 +144,7 @@ def test_micro_batches_put_together_are_the_whole_batch(cache: Cache) -> None:
     single, parts = make(cache).step(5), make(cache, micro_batch_size=2).step(5)
     assert (len(single), len(parts)) == (1, 4)
     together = whole(parts)
-    assert all(torch.equal(getattr(single[0], name), values) for name, values in together.items())
+    assert all(torch.equal(flat(single[0])[name], values) for name, values in together.items())
 
 
 @pytest.mark.parametrize("counts", [(40,), (13, 9, 2)])
@@ -171,8 +177,9 @@ def test_slots_and_steps_have_noise_of_their_own() -> None:
 def test_dropped_captions_become_the_null_condition_and_the_others_stay(cache: Cache) -> None:
     kept = make(cache, caption_drop_prob=0.0).step(1)[0]
     dropped = make(cache, caption_drop_prob=1.0).step(1)[0]
-    assert torch.equal(dropped.prompt_embeds, cache.null_embeds.expand_as(dropped.prompt_embeds)) and dropped.dropped.all()
-    assert torch.equal(kept.prompt_embeds, cache.rows(make(cache).sample_indices(1))["prompt_embeds"]) and not kept.dropped.any()
+    said = dropped.text.prompt_embeds
+    assert torch.equal(said, cache.null["prompt_embeds"].expand_as(said)) and dropped.dropped.all()
+    assert torch.equal(kept.text.prompt_embeds, cache.rows(make(cache).sample_indices(1))["prompt_embeds"]) and not kept.dropped.any()
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5])
@@ -180,7 +187,7 @@ def test_captions_drop_as_often_as_they_should_and_are_marked(probability: float
     stream = make(Memory(500), global_batch_size=64, micro_batch_size=32, caption_drop_prob=probability)
     steps = [batch for step in range(1, 64) for batch in stream.step(step)]
     for batch in steps:
-        assert torch.equal((batch.prompt_embeds == Memory.null_embeds).all(dim=(1, 2)), batch.dropped)
+        assert torch.equal((batch.text.prompt_embeds == Memory.null["prompt_embeds"]).all(dim=(1, 2)), batch.dropped[:, 0])
     dropped = torch.cat([batch.dropped for batch in steps]).double()
     assert abs(float(dropped.mean()) - probability) < 4 * (probability * (1 - probability) / len(dropped)) ** 0.5
 

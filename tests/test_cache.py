@@ -77,7 +77,7 @@ def write_cache(folder: Path, *, states: bool = True) -> None:
         shards = [write(place, start, moments_of(slice(start, min(start + cache.ROWS, first + count)))) for start in starts]
         buckets.append({"height": height, "width": width, "shape": SHAPES[height, width], "count": count, "shards": shards})
         first += count
-    text = {"count": 131, "length": LENGTH, "width": WIDTH, "states": states, "dtype": "float16", "shards": texts}
+    text = {"count": 131, "length": LENGTH, "widths": [WIDTH], "pooled_width": 0, "states": states, "dtype": "float16", "shards": texts}
     resolutions = {"64": {"key": "a key", "count": TOTAL, "buckets": buckets}}
     runs.write_json(folder / cache.MANIFEST, {"schema": cache.SCHEMA, "resolutions": resolutions, "text": text})
 
@@ -167,8 +167,8 @@ def test_captions_null_condition_and_key_are_at_hand(folder):
     rows = [4299, 0, 1, 2, 4300]
     assert opened.captions(rows) == [CAPTIONS[shard][row] for shard, row in POINTERS[rows]]
     assert opened.captions(range(3)) == ["", "picture 1", "late 2"]
-    assert (opened.null_embeds.numpy() == STATES[0][0].astype(np.float32)).all()
-    assert opened.null_ids.dtype == torch.int64 and opened.null_ids.tolist() == IDS[0][0].tolist()
+    assert (opened.null["prompt_embeds"][0].numpy() == STATES[0][0].astype(np.float32)).all()
+    assert opened.null["input_ids"].dtype == torch.int64 and opened.null["input_ids"][0].tolist() == IDS[0][0].tolist()
     assert opened.key == "a key" and opened.manifest["resolutions"]["64"]["key"] == "a key"
 
 
@@ -176,10 +176,10 @@ def test_a_cache_without_text_states_gives_token_ids(tmp_path):
     write_cache(tmp_path, states=False)
     opened = cache.open_cache(tmp_path, 64)
     rows = opened.rows([5, 0, 4])
-    assert not opened.has_text_states and opened.null_embeds is None and "prompt_embeds" not in rows
+    assert not opened.has_text_states and "prompt_embeds" not in opened.null and "prompt_embeds" not in rows
     assert rows["input_ids"].dtype == torch.int64
     assert rows["input_ids"].tolist() == [IDS[shard][row].tolist() for shard, row in POINTERS[[5, 0, 4]]]
-    assert opened.null_ids.tolist() == IDS[0][0].tolist()
+    assert opened.null["input_ids"][0].tolist() == IDS[0][0].tolist()
 
 
 def test_random_batches_come_at_thousands_of_rows_a_second(folder):

@@ -37,8 +37,8 @@ import torch
 from sdlab import models, presets, train
 from sdlab.config import TrainConfig
 
-frozen = models.load_frozen(presets.get("tiny").networks)
-models.load_frozen = lambda networks: frozen
+frozen = parts.load_frozen(presets.get("tiny").networks)
+parts.load_frozen = lambda networks: frozen
 
 
 def work(order):

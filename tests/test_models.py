@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sdlab import models, presets
+from sdlab import files, models, parts, presets
 from sdlab.config import ConfigError
 
 TINY = presets.get("tiny")
 
 
-def test_parameters_are_counted_without_allocating_and_are_right(frozen: models.Frozen) -> None:
+def test_parameters_are_counted_without_allocating_and_are_right(frozen: parts.Frozen) -> None:
     counted = models.count_parameters(TINY)
     unet = models.build_unet(TINY.networks)
-    real = {"unet": unet, "vae": frozen.vae, "text_encoders": frozen.text_encoder}
+    real = {"unet": unet, "vae": frozen.vae, "text_encoders": frozen.text_encoders[0]}
     assert counted == {name: sum(p.numel() for p in module.parameters()) for name, module in real.items()}
 
 
@@ -29,21 +29,21 @@ def test_a_seed_fixes_the_random_unet_and_leaves_the_global_state_alone() -> Non
     assert torch.equal(one["conv_in.weight"], same["conv_in.weight"]) and not torch.equal(one["conv_in.weight"], other["conv_in.weight"])
 
 
-def test_frozen_parts_have_the_shapes_of_the_contract(frozen: models.Frozen) -> None:
+def test_frozen_parts_have_the_shapes_of_the_contract(frozen: parts.Frozen) -> None:
     moments = frozen.encode_moments(torch.zeros(2, 3, 64, 64))
     ids = frozen.tokenize(["a cat", ""])
-    assert (frozen.vae_factor, models.vae_factor(TINY.networks)) == (8, 8)
+    assert (frozen.vae_factor, parts.vae_factor(TINY.networks)) == (8, 8)
     assert moments.shape == (2, 16, 8, 8) and ids.shape == (2, 24) and ids.dtype == torch.int64
-    assert frozen.encode_text(ids).shape == (2, 24, 128)
+    assert frozen.encode_text(ids).prompt_embeds.shape == (2, 24, 128)
     images = frozen.decode(moments[:, :8] * frozen.scaling_factor)
     assert images.shape == (2, 3, 64, 64) and images.dtype == torch.uint8
 
 
-def test_long_captions_are_cut_and_counted(frozen: models.Frozen) -> None:
+def test_long_captions_are_cut_and_counted(frozen: parts.Frozen) -> None:
     long = "cat " * 60
     assert frozen.count_tokens([long, "cat"]) == [62, 3]
     ids = frozen.tokenize([long])
-    assert ids.shape == (1, 24) and int(ids[0, -1]) == frozen.tokenizer.eos_token_id
+    assert ids.shape == (1, 24) and int(ids[0, -1]) == frozen.tokenizers[0].eos_token_id
 
 
 def test_the_built_in_model_loads_and_says_what_it_is() -> None:
@@ -68,25 +68,25 @@ def test_hand_over_lists_every_key_that_does_not_fit() -> None:
 
 
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is neither a run folder nor a pipeline folder"):
+    with pytest.raises(ConfigError, match=r"is neither a run folder, a pipeline folder nor a \.safetensors file"):
         models.load(str(tmp_path))
     with pytest.raises(ConfigError, match="weights='best'; allowed are"):
         models.load("tiny", weights="best")
     with pytest.raises(ConfigError, match="lacks vae, text_encoder, tokenizer"):
-        models.load_frozen(TINY.networks.model_copy(update={"frozen": str(tmp_path)}))
+        parts.load_frozen(TINY.networks.model_copy(update={"frozen": str(tmp_path)}))
     with pytest.raises(ConfigError, match="does not make a UNet"):
         models.build_unet(TINY.networks.model_copy(update={"unet": {"block_channels": 3}}))
 
 
 def test_a_pipeline_of_our_own_parts_can_be_named_in_a_preset(tmp_path: Path) -> None:
-    shutil.copytree(models.TINY_DIR, tmp_path / "parts")
+    shutil.copytree(parts.TINY_DIR, tmp_path / "parts")
     networks = TINY.networks.model_copy(update={"frozen": str(tmp_path / "parts")})
-    assert models.load_frozen(networks).hashes == models.load_frozen(TINY.networks).hashes
+    assert parts.load_frozen(networks).hashes == parts.load_frozen(TINY.networks).hashes
 
 
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
 def test_a_network_with_missing_or_damaged_weights_is_never_filled_in(tmp_path: Path, part: str) -> None:
-    shutil.copytree(models.TINY_DIR, tmp_path / "parts")
+    shutil.copytree(parts.TINY_DIR, tmp_path / "parts")
     path = next((tmp_path / "parts" / part).glob("*.safetensors"))
     weights = load_file(path)
     weights.popitem()
@@ -104,5 +104,5 @@ def test_only_a_run_folder_has_checkpoints() -> None:
 
 
 def test_the_shipped_weights_have_the_hashes_of_their_card() -> None:
-    about = json.loads((models.TINY_DIR / "components.json").read_text())
-    assert {part: models.hash_weights(models.TINY_DIR / part) for part in about["sha256"]} == about["sha256"]
+    about = json.loads((parts.TINY_DIR / "components.json").read_text())
+    assert {part: files.hash_weights(parts.TINY_DIR / part) for part in about["sha256"]} == about["sha256"]

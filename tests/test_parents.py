@@ -14,7 +14,7 @@ import transformers
 from pipelines import SMALL, TINY, change, make_plain, make_run, rewrite, same, shard
 from safetensors.torch import load_file, save_file
 
-from sdlab import models, parents, stored
+from sdlab import export, files, models, parents, parts, stored
 from sdlab.config import ConfigError, Networks
 
 
@@ -24,10 +24,10 @@ def plain(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped model as a run would export it: float32, today's headers."""
     folder = tmp_path_factory.mktemp("export")
-    models.save_pipeline(folder, models.load("tiny"))
+    export.save_pipeline(folder, models.load("tiny"))
     return folder
 
 
@@ -36,7 +36,7 @@ def test_a_parent_is_what_is_stored(plain: Path, tmp_path: Path) -> None:
         assert vars(parents.load_parent(given, weights=weights)) == vars(stored.find(given, weights=weights))
 
 
-def test_no_network_is_built_to_describe_compare_and_read_a_parent(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_network_is_built_to_describe_compare_and_read_a_parent(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def watch(real: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(real)
         def build(self: Any, *args: Any, **options: Any) -> None:
@@ -47,20 +47,20 @@ def test_no_network_is_built_to_describe_compare_and_read_a_parent(export: Path,
 
     for kind in (diffusers.UNet2DConditionModel, diffusers.AutoencoderKL, transformers.CLIPTextModel):
         monkeypatch.setattr(kind, "__init__", watch(kind.__init__))
-    for given in ("tiny", str(export)):
+    for given in ("tiny", str(exported)):
         parent = parents.load_parent(given)
         parents.check_parent_fits(parent, TINY)
         assert set(parent.state_dict()) == set(models.unet_shapes(TINY))
     with pytest.raises(AssertionError, match="a network was built"):
-        models.load_frozen(TINY)
+        parts.load_frozen(TINY)
 
 
 # Frozen parts
 
 
-def test_an_export_holds_the_parts_that_it_was_made_from(export: Path) -> None:
-    mine, shipped = parents.load_parent(str(export)), parents.load_parent("tiny")
-    assert models.hash_frozen(mine.networks)["vae"] != models.hash_frozen(TINY)["vae"]
+def test_an_export_holds_the_parts_that_it_was_made_from(exported: Path) -> None:
+    mine, shipped = parents.load_parent(str(exported)), parents.load_parent("tiny")
+    assert parts.hash_frozen(mine.networks)["vae"] != parts.hash_frozen(TINY)["vae"]
     assert mine.frozen_hashes == shipped.frozen_hashes and set(mine.frozen_hashes) == {"vae", "text_encoder", "tokenizer"}
     parents.check_parent_fits(mine, TINY)
 
@@ -92,8 +92,8 @@ def test_a_text_encoder_with_names_of_old_is_the_same_and_loads(plain: Path) -> 
     save_file({**load_file(path), "text_model.embeddings.position_ids": torch.arange(24)[None]}, path, metadata={"format": "pt"})
     assert parents.hash_content(plain) == before
     ids = torch.tensor([[8704, 320, 8705]])
-    ours, theirs = (models.load_frozen(TINY.model_copy(update={"frozen": str(at)})) for at in (plain, stored.TINY_DIR))
-    assert torch.equal(ours.encode_text(ids), theirs.encode_text(ids))
+    ours, theirs = (parts.load_frozen(TINY.model_copy(update={"frozen": str(at)})) for at in (plain, parts.TINY_DIR))
+    assert torch.equal(ours.encode_text(ids).prompt_embeds, theirs.encode_text(ids).prompt_embeds)
 
 
 def test_weights_in_shards_are_the_same(plain: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_tokenizer_counts_by_what_it_does(plain: Path) -> None:
 
 def test_frozen_parts_are_read_once_as_long_as_their_files_stay(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
-    monkeypatch.setattr(stored, "Tensors", lambda files, real=stored.Tensors: read.append(1) or real(files))
+    monkeypatch.setattr(files, "Tensors", lambda paths, real=files.Tensors: read.append(1) or real(paths))
     first = parents.load_parent(str(plain)).frozen_hashes
     assert parents.load_parent(str(plain)).frozen_hashes == first and len(read) == 2
     rewrite(plain / "vae" / "diffusion_pytorch_model.safetensors", convert=lambda value: value + 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from sdlab import models, pool, preflight, prepare
+from sdlab import parts, pool, preflight, prepare
 from sdlab import pictures as pixels
 from sdlab.config import ConfigError
 
@@ -157,7 +157,7 @@ def run(source: object, data_dir: Path, **options: object) -> dict:
 
 
 def test_no_captions_at_all_stops_before_anything_is_encoded(pictures, tmp_path, monkeypatch):
-    monkeypatch.setattr(models.Frozen, "encode_moments", lambda *_: pytest.fail("encoded"))
+    monkeypatch.setattr(parts.Frozen, "encode_moments", lambda *_: pytest.fail("encoded"))
     for path in pictures.glob("*.txt"):
         path.rename(path.with_suffix(".json"))
         path.with_suffix(".json").write_text('{"title": "x"}')
@@ -169,7 +169,7 @@ def test_no_captions_at_all_stops_before_anything_is_encoded(pictures, tmp_path,
 
 def test_too_many_bad_pictures_stop_before_anything_is_encoded(pictures, tmp_path, monkeypatch):
     (pictures / "cat.png").write_bytes(b"broken")
-    monkeypatch.setattr(models.Frozen, "encode_moments", lambda *_: pytest.fail("encoded"))
+    monkeypatch.setattr(parts.Frozen, "encode_moments", lambda *_: pytest.fail("encoded"))
     said = r"1 of the 6 pictures in .*cannot be used \(1 unreadable\).*max_bad_fraction=0.1.*quarantine\.jsonl"
     with pytest.raises(ConfigError, match=said):
         run(pictures, tmp_path / "data", max_bad_fraction=0.1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sdlab import cache, models, prepare, scenes
+from sdlab import cache, parts, prepare, scenes
 from sdlab import pictures as pixels
 from sdlab.config import ConfigError
 from sdlab.pictures import psnr
@@ -53,8 +53,8 @@ def test_the_cache_holds_the_moments_and_text_states_of_the_very_pictures(scenes
     captions = opened.captions(range(40))
     assert captions == [scene.caption for scene in drawn]
     assert torch.allclose(rows["moments"], moments, atol=0.01, rtol=1e-3)
-    assert torch.allclose(rows["prompt_embeds"], frozen.encode_text(frozen.tokenize(captions)), atol=5e-3, rtol=1e-3)
-    assert torch.allclose(opened.null_embeds, frozen.encode_text(frozen.tokenize([""]))[0], atol=5e-3, rtol=1e-3)
+    assert torch.allclose(rows["prompt_embeds"], frozen.encode_text(frozen.tokenize(captions)).prompt_embeds, atol=5e-3, rtol=1e-3)
+    assert torch.allclose(opened.null["prompt_embeds"][0], frozen.encode_text(frozen.tokenize([""])).prompt_embeds[0], atol=5e-3, rtol=1e-3)
     assert (rows["original_size"] == 64).all() and (rows["crop"] == 0).all()
 
 
@@ -115,8 +115,8 @@ def test_uncaptioned_pictures_can_be_kept_and_get_the_null_condition(pictures, t
     manifest = run(pictures, tmp_path / "data", allow_uncaptioned=True)
     opened = cache.open_cache(tmp_path / "data", 32)
     assert manifest["counts"]["used"] == 6 and opened.captions([0]) == [""]
-    assert torch.equal(opened.rows([0])["prompt_embeds"][0], opened.null_embeds)
-    assert not torch.equal(opened.rows([1])["prompt_embeds"][0], opened.null_embeds)
+    assert torch.equal(opened.rows([0])["prompt_embeds"][0], opened.null["prompt_embeds"][0])
+    assert not torch.equal(opened.rows([1])["prompt_embeds"][0], opened.null["prompt_embeds"][0])
 
 
 def test_the_caption_column_may_be_named(pictures, tmp_path):
@@ -242,7 +242,7 @@ def test_an_interrupted_encoding_leaves_no_cache_and_the_next_call_makes_it(pict
         raise KeyboardInterrupt
 
     run(pictures, tmp_path / "data", resolution=64)
-    monkeypatch.setattr(models.Frozen, "encode_moments", interrupted)
+    monkeypatch.setattr(parts.Frozen, "encode_moments", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(pictures, tmp_path / "data", resolution=[32, 64])
     assert len(cache.open_cache(tmp_path / "data", 64)) == 6
@@ -267,7 +267,7 @@ def test_a_picture_that_changes_after_it_was_looked_at_is_noticed(pictures, tmp_
 
 
 def test_values_beyond_float16_are_refused(pictures, tmp_path, monkeypatch):
-    monkeypatch.setattr(models.Frozen, "encode_moments", lambda self, pixels: torch.full((len(pixels), 16, 4, 4), 1e5))
+    monkeypatch.setattr(parts.Frozen, "encode_moments", lambda self, pixels: torch.full((len(pixels), 16, 4, 4), 1e5))
     with pytest.raises(ConfigError, match=r"moments at resolution 32 reach 100000"):
         run(pictures, tmp_path / "data")
 
@@ -379,8 +379,8 @@ def test_without_text_states_the_cache_holds_token_ids_alone(pictures, tmp_path,
     run(pictures, tmp_path / "states")
     ids, states = (cache.open_cache(tmp_path / name, 32) for name in ("ids", "states"))
     rows = ids.rows(range(6))
-    assert "prompt_embeds" not in rows and ids.null_embeds is None
-    assert torch.allclose(frozen.encode_text(rows["input_ids"]), states.rows(range(6))["prompt_embeds"], atol=5e-3, rtol=1e-3)
+    assert "prompt_embeds" not in rows and "prompt_embeds" not in ids.null
+    assert torch.allclose(frozen.encode_text(rows["input_ids"]).prompt_embeds, states.rows(range(6))["prompt_embeds"], atol=5e-3, rtol=1e-3)
 
 
 # What a person may ask for
@@ -452,7 +452,7 @@ def test_a_damaged_sample_or_note_of_a_shard_is_made_anew(pictures, tmp_path):
     for store in (tmp_path / "data/checked").glob("known-*/rows.npy"):
         store.write_bytes(b"broken")
     assert run(pictures, tmp_path / "data")["resolutions"] == first["resolutions"]
-    (tmp_path / "data/manifest.json").write_text('{"schema": "sdlab cache 2"}')
+    (tmp_path / "data/manifest.json").write_text(json.dumps({"schema": cache.SCHEMA}))
     with pytest.raises(ConfigError, match=r"manifest\.json is damaged"):
         run(pictures, tmp_path / "data")
 

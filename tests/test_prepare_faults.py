@@ -30,8 +30,8 @@ SERVER = (
 import torch
 from sdlab import models, presets, prepare
 
-frozen = models.load_frozen(presets.get("tiny").networks)
-models.load_frozen = lambda networks: frozen
+frozen = parts.load_frozen(presets.get("tiny").networks)
+parts.load_frozen = lambda networks: frozen
 
 
 def work(order):

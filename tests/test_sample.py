@@ -76,7 +76,7 @@ def test_the_global_random_state_is_neither_read_nor_moved(model, drawn):
 @pytest.mark.parametrize(("guidance_scale", "rows"), [(0, 4), (1, 4), (1.5, 8)])
 def test_every_forward_has_exactly_batch_size_prompts_and_twice_the_rows_when_guided(model, guidance_scale, rows):
     frozen = model.frozen
-    with Rows(model.unet) as unet, Rows(frozen.text_encoder) as text, Rows(frozen.vae.decoder) as vae:
+    with Rows(model.unet) as unet, Rows(frozen.text_encoders[0]) as text, Rows(frozen.vae.decoder) as vae:
         sample.sample(model, PROMPTS, seeds=SEEDS, **{**QUICK, "guidance_scale": guidance_scale})
     assert unet == [rows] * 6
     assert text == [4, 4]
@@ -131,7 +131,7 @@ def test_pictures_are_those_of_diffusers_own_pipeline(model, solver):
         **({"clip_sample": False} if solver == "ddim" else {"skip_prk_steps": True}),
     )
     frozen = model.frozen
-    parts = {"vae": frozen.vae, "text_encoder": frozen.text_encoder, "tokenizer": frozen.tokenizer, "unet": model.unet}
+    parts = {"vae": frozen.vae, "text_encoder": frozen.text_encoders[0], "tokenizer": frozen.tokenizers[0], "unet": model.unet}
     pipeline = diffusers.StableDiffusionPipeline(
         **parts, scheduler=scheduler, safety_checker=None, feature_extractor=None, requires_safety_checker=False
     )
@@ -207,7 +207,7 @@ BAD = {
 @pytest.mark.parametrize("message", BAD)
 def test_what_cannot_be_drawn_is_refused_before_the_first_forward(model, message):
     request = {"prompts": PROMPTS[:2], "seeds": [0, 1], **QUICK, **BAD[message]}
-    with Rows(model.unet) as unet, Rows(model.frozen.text_encoder) as text, pytest.raises(ConfigError, match=message):
+    with Rows(model.unet) as unet, Rows(model.frozen.text_encoders[0]) as text, pytest.raises(ConfigError, match=message):
         sample.sample(model, **request)
     assert unet == text == []
 

@@ -14,7 +14,7 @@ from huggingface_hub.utils import filter_repo_objects
 from pipelines import TINY, change, make_plain, make_run, same, shard
 from safetensors.torch import load_file, save_file
 
-from sdlab import models, runs, stored
+from sdlab import models, parts, runs, stored
 from sdlab.config import ConfigError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -44,7 +44,7 @@ def test_a_run_without_an_average_has_only_its_weights(tmp_path: Path) -> None:
 
 def test_the_shipped_half_precision_weights_are_read_as_float32() -> None:
     found = stored.find("tiny")
-    halves = load_file(stored.TINY_DIR / "unet" / "diffusion_pytorch_model.safetensors")
+    halves = load_file(parts.TINY_DIR / "unet" / "diffusion_pytorch_model.safetensors")
     assert {value.dtype for value in halves.values()} == {torch.float16}
     assert same(found.state_dict(), {key: value.float() for key, value in halves.items()})
     assert (found.path, found.weights, found.step, found.resolution) == ("tiny", "ema", 1200, 64)
@@ -156,7 +156,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, folder: Path, to: Path) -> list[str]:
 
 def test_of_a_repository_only_what_is_read_is_fetched(hub: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard(plain / "vae")
-    needed = {str(path.relative_to(plain)) for path in plain.rglob("*") if path.is_file()} - {"README.md"}
+    needed = {str(path.relative_to(plain)) for path in plain.rglob("*") if path.is_file()}
     network = "diffusion_pytorch_model"
     for name in (
         *(f"unet/{network}{end}" for end in (".bin", ".fp16.bin", ".fp16.safetensors", ".non_ema.safetensors", ".onnx")),
@@ -174,21 +174,16 @@ def test_of_a_repository_only_what_is_read_is_fetched(hub: Path, plain: Path, mo
     assert sorted(fetched) == sorted(needed)
 
 
-def sdxl(folder: Path) -> None:
-    change(
-        folder / "model_index.json",
-        _class_name="StableDiffusionXLPipeline",
-        text_encoder_2=["transformers", "CLIPTextModelWithProjection"],
-        tokenizer_2=["transformers", "CLIPTokenizer"],
-    )
+def third_encoder(folder: Path) -> None:
+    change(folder / "model_index.json", _class_name="SomePipeline", text_encoder_3=["transformers", "T5EncoderModel"])
 
 
 def test_of_a_family_that_is_not_supported_nothing_but_the_index_is_fetched(
     hub: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sdxl(plain)
+    third_encoder(plain)
     fetched = serve(monkeypatch, plain, hub)
-    with pytest.raises(ConfigError, match="not supported yet"):
+    with pytest.raises(ConfigError, match="not supported"):
         stored.find("owner/name")
     assert fetched == ["model_index.json"]
 
@@ -203,18 +198,22 @@ def test_a_repository_that_is_no_pipeline_is_named(hub: Path, tmp_path: Path) ->
 # What is refused
 
 
-def test_two_text_encoders_are_a_family_that_is_not_supported_yet(plain: Path) -> None:
-    sdxl(plain)
-    with pytest.raises(
-        ConfigError, match=r"StableDiffusionXLPipeline with text_encoder_2 CLIPTextModelWithProjection, tokenizer_2.*not supported yet"
-    ):
+def test_a_further_text_encoder_is_a_family_that_is_not_supported(plain: Path) -> None:
+    third_encoder(plain)
+    with pytest.raises(ConfigError, match=r"SomePipeline with text_encoder_3 T5EncoderModel: this family is not supported"):
         models.load(str(plain), weights="raw")
 
 
-def test_parts_of_other_classes_are_a_family_that_is_not_supported_yet(plain: Path) -> None:
+def test_a_second_text_encoder_without_its_tokenizer_is_named(plain: Path) -> None:
+    change(plain / "model_index.json", text_encoder_2=["transformers", "CLIPTextModelWithProjection"])
+    with pytest.raises(ConfigError, match="with tokenizer_2 None: this family is not supported"):
+        models.load(str(plain), weights="raw")
+
+
+def test_parts_of_other_classes_are_a_family_that_is_not_supported(plain: Path) -> None:
     change(plain / "model_index.json", unet=None, transformer=["diffusers", "FluxTransformer2DModel"])
     shutil.rmtree(plain / "unet")
-    with pytest.raises(ConfigError, match="with unet None, transformer FluxTransformer2DModel: this family is not supported yet"):
+    with pytest.raises(ConfigError, match="with unet None, transformer FluxTransformer2DModel: this family is not supported"):
         models.load(str(plain), weights="raw")
 
 
@@ -231,7 +230,7 @@ def test_pickled_weights_are_refused_with_the_way_to_convert_them(plain: Path, p
         stored.find(str(plain))
     if part != "unet":
         with pytest.raises(ConfigError, match=message):
-            models.load_frozen(TINY.model_copy(update={"frozen": str(plain)}))
+            parts.load_frozen(TINY.model_copy(update={"frozen": str(plain)}))
 
 
 def test_a_pickle_beside_weights_of_another_name_is_not_read(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from sdlab import presets, stages, tables
+from sdlab import costs, presets, stages, tables
 from sdlab.config import ConfigError, TrainConfig
 from sdlab.tables import Table
 
@@ -78,7 +78,7 @@ def test_the_run_table_marks_what_was_overridden():
         parameters=1_234,
         samples=320,
         epochs=0.5,
-        memory_bytes=2 * 10**9,
+        memory=costs.Memory(10**9, 0, 10**9, 0, 0, 0, 0),
         available_bytes=24 * 10**9,
         disk_bytes=10**9,
     )
@@ -86,7 +86,7 @@ def test_the_run_table_marks_what_was_overridden():
     assert [table.rows[index][0] for index in table.marked] == ["learning_rate"]
     assert "tiny/stage2_64 + learning_rate" in repr(table)
     assert ("run_dir", "/run", "goes on from step 4") in table.rows
-    assert ("memory", "2.00", "GB a rank before activations, of 24.0") in table.rows
+    assert ("memory", "2.00", "GB a rank, of 24.0; by estimate") in table.rows
     assert ("samples in all", "320", "samples, 0.50 epochs") in table.rows
     assert ("accumulation_steps", 4, "forwards a rank an optimizer step") in table.rows
 
@@ -159,3 +159,26 @@ def test_buckets_say_what_fills_their_last_micro_batch():
         "resolutions": {"32": {"buckets": [square, {**square, "width": 64, "count": 64}]}, "48": {"buckets": [square]}},
     }
     assert [row[-2:] for row in tables.bucket_table(two).rows] == [(32, 26), (32, 0), (None, None)]
+
+
+def test_recipes_read_like_the_pages_that_they_are_from():
+    table = tables.recipes_table("sd15")
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert [row["samples"] for row in rows.values()] == ["675.8 M", "409.6 M", "1.229 B", "1.352 B"]
+    assert rows["pretrain_256"]["starts from"] == "random weights" and rows["v1_5_512"]["starts from"] == "v1_2_512"
+    assert rows["v1_1_512"]["pictures"] == "1024 pixels and more" and rows["v1_1_512"]["nodes x devices"] == "32 x 8"
+    assert rows["v1_1_512"]["learning rate"] == "8.192e-05, constant" and rows["v1_2_512"]["captions dropped"] == "10.0 %"
+    assert "675.8 M" in repr(table)
+
+
+def test_recipes_say_what_makes_a_stage_unlike_others():
+    cells = {name: repr(tables.recipes_table(name)) for name in ("sdxl_original", "sd20_original", "sdxl_finetune", "sdxl_tiny")}
+    assert all(words in cells["sdxl_original"] for words in ("offset noise 0.05", "buckets", "10.0 % of each"))
+    assert "v_prediction" in cells["sd20_original"] and "punsafe < 0.1, aesthetic >= 4.5" in cells["sd20_original"]
+    assert "LoRA of rank 4" in cells["sdxl_finetune"] and "40 K" in cells["sdxl_finetune"] and "160" in cells["sdxl_tiny"]
+
+
+def test_sources_name_the_file_and_what_the_page_says_otherwise():
+    rows = {row[0]: row for row in tables.sources_table("sdxl").rows}
+    _, pictures, source, note = rows["stage3_1024"]
+    assert "1024 pixels" in pictures and "sdxl_base_train_res_1024_stage_3.yaml" in source and "make 512 a step" in note

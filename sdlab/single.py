@@ -1,0 +1,184 @@
+"""Single-file checkpoints, as ComfyUI and A1111 read them: taken apart into a pipeline folder, and put together."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import yaml
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import CLIPTokenizer
+
+from sdlab import files, ldm, presets, runs
+from sdlab.config import ConfigError, Networks, build
+
+NETWORKS = "sdlab.networks"
+"""Where a file says which networks it holds, as the config of a family in JSON; published files do not."""
+NOTE = "sdlab.note"
+"""Where it says which weights they are, of what step and resolution."""
+PREDICTION = "modelspec.prediction_type"
+PREDICTION_TYPES = {"epsilon": "epsilon", "eps": "epsilon", "v": "v_prediction", "v_prediction": "v_prediction", "x0": "sample"}
+"""What files say of what their UNet predicts."""
+
+
+def unpack(path: Path) -> Path:
+    """The folder of a diffusers pipeline with what a single file holds; made once, and kept as long as the file stays the same.
+
+    Raises:
+        ConfigError: it is no safetensors file, of no family that is supported, or not whole, or does not say what its UNet predicts.
+    """
+    stamp = path.stat()
+    named = hashlib.sha256(f"{path} {stamp.st_size} {stamp.st_mtime_ns}".encode()).hexdigest()[:16]
+    kept = files.KEPT / "single" / named
+    if not kept.is_dir():
+        networks, note = describe(path)
+        found = read(path, networks)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=kept.parent))
+        try:
+            _write(scratch, networks, found, note)
+            with suppress(OSError):  # somebody else was first
+                scratch.rename(kept)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return kept
+
+
+def read(path: Path, networks: Networks) -> dict[str, Mapping[str, Tensor]]:
+    """The tensors of a single file by part, under today's names, each read when it is asked for.
+
+    Raises:
+        ConfigError: they are not all of these networks', and those alone.
+    """
+    try:
+        return ldm.from_ldm(files.Tensors([path], as_stored=True), networks=networks)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def describe(path: Path) -> tuple[Networks, dict[str, Any]]:
+    """What networks a single file holds, by its own word or as a published family, and what it says of the training behind it.
+
+    Raises:
+        ConfigError: as `unpack`.
+    """
+    about = files.metadata(path)
+    if NETWORKS in about:
+        networks = build(Networks, json.loads(about[NETWORKS]), where=f"{path}: {NETWORKS}")
+        return networks, json.loads(about.get(NOTE, "{}"))
+    tensors = files.Tensors([path])
+    try:
+        family = ldm.family(tensors.shapes())
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    networks = presets.get(family).networks
+    return networks.model_copy(update={"prediction_type": _prediction_type(path, family, about)}), {}
+
+
+def _prediction_type(path: Path, family: str, about: Mapping[str, str]) -> str:
+    """What the UNet of a published file predicts: the file's word, else that of the .yaml beside it; SD 1 and SDXL predict noise.
+
+    Raises:
+        ConfigError: nobody says it of a file of SD 2, where it may be either.
+    """
+    told, beside = about.get(PREDICTION), path.with_suffix(".yaml")
+    if told is None and beside.is_file():
+        with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+            told = yaml.safe_load(beside.read_text(encoding="utf-8"))["model"]["params"].get("parameterization", "eps")
+    if told is None and family == "sd20":
+        raise ConfigError(
+            f"{path} holds Stable Diffusion 2 and does not say whether its UNet predicts noise or v: put the published config beside it as "
+            f"{beside.name}, with model: {{params: {{parameterization: v}}}} for v"
+        )
+    if told is not None and str(told).lower() not in PREDICTION_TYPES:
+        raise ConfigError(f"{path}: its UNet is said to predict {told!r}; known are {', '.join(PREDICTION_TYPES)}")
+    return PREDICTION_TYPES[str(told).lower()] if told is not None else "epsilon"
+
+
+def _write(folder: Path, networks: Networks, found: Mapping[str, Mapping[str, Tensor]], note: Mapping[str, Any]) -> None:
+    """The parts of a file in diffusers' layout."""
+    kinds = {"unet": ("UNet2DConditionModel", networks.unet), "vae": ("AutoencoderKL", networks.vae)}
+    for part, (kind, arguments) in kinds.items():
+        _save(folder / part, files.NAMES[0], {"_class_name": kind, **arguments}, found[part])
+    for name, given in zip(files.ENCODERS, networks.text_encoders, strict=False):
+        config = {"model_type": "clip_text_model", **given}
+        _save(folder / name, files.NAMES[1], config, found[name])
+        length, size = given.get("max_position_embeddings", 77), given.get("vocab_size", 49408)
+        tokenizer = make_tokenizer(size, length, hidden_act=given.get("hidden_act", "quick_gelu"))
+        tokenizer.save_pretrained(folder / name.replace("text_encoder", "tokenizer"))
+    (folder / "scheduler").mkdir()
+    scheduler = {**networks.noise_schedule.model_dump(), "prediction_type": networks.prediction_type}
+    runs.write_json(folder / "scheduler" / "scheduler_config.json", {"_class_name": "DDIMScheduler", **scheduler})
+    runs.write_json(folder / "model_index.json", index(networks, len(networks.text_encoders)))
+    if note:
+        runs.write_json(folder / "sdlab.json", dict(note))
+
+
+def _save(folder: Path, name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    folder.mkdir()
+    runs.write_json(folder / "config.json", dict(config))
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / f"{name}.safetensors", metadata={"format": "pt"})
+
+
+def index(networks: Networks, encoders: int) -> dict[str, Any]:
+    """`model_index.json` of a pipeline with one or two text encoders: which classes read its parts."""
+    classes = {"vae": "AutoencoderKL", "unet": "UNet2DConditionModel", "scheduler": "DDIMScheduler"}
+    known: dict[str, Any] = {name: ("diffusers", kind) for name, kind in classes.items()}
+    classes = {"text_encoder": "CLIPTextModel", "tokenizer": "CLIPTokenizer"}
+    known |= dict.fromkeys(("feature_extractor", "image_encoder"), (None, None))
+    if encoders > 1:
+        classes |= {"text_encoder_2": "CLIPTextModelWithProjection", "tokenizer_2": "CLIPTokenizer"}
+        known |= {"_class_name": "StableDiffusionXLPipeline", "force_zeros_for_empty_prompt": networks.null_condition == "zeros"}
+    else:
+        known |= {"_class_name": "StableDiffusionPipeline", "requires_safety_checker": False, "safety_checker": (None, None)}
+    known |= {name: ("transformers", kind) for name, kind in classes.items()}
+    return dict(sorted({**known, "_diffusers_version": diffusers.__version__}.items()))
+
+
+def pack(path: Path, networks: Networks, found: Mapping[str, Mapping[str, Tensor]], *, metadata: Mapping[str, str]) -> None:
+    """Write parts as one file under LDM's key names.
+
+    Args:
+        path: the file, which need not be there.
+        networks: what the parts were made from.
+        found: tensors of `unet`, `vae` and the text encoders, by part.
+        metadata: what the file says of itself.
+
+    Raises:
+        ConfigError: single files have no names for these networks.
+    """
+    together = {name: tensor.contiguous() for part, tensors in found.items() for name, tensor in _named(part, tensors, networks)}
+    save_file(together, path, metadata=dict(metadata))
+
+
+def _named(part: str, tensors: Mapping[str, Tensor], networks: Networks) -> Iterable[tuple[str, Tensor]]:
+    return ldm.to_ldm(part, tensors, networks=networks).items()
+
+
+def make_tokenizer(vocabulary_size: int, length: int, *, hidden_act: str = "quick_gelu") -> CLIPTokenizer:
+    """A CLIP tokenizer of the first merges of the BPE file that open_clip ships, of which 48,894 make CLIP's own 49,408 tokens.
+
+    Args:
+        vocabulary_size: tokens in all, start and end included.
+        length: tokens of a text at most.
+        hidden_act: of its text encoder: OpenAI's pads with the end token, OpenCLIP's, which has "gelu", with token 0.
+    """
+    from open_clip.tokenizer import bytes_to_unicode, default_bpe
+
+    letters = list(bytes_to_unicode().values())
+    words = [*letters, *(letter + "</w>" for letter in letters)]
+    with gzip.open(default_bpe(), "rt", encoding="utf-8") as lines:
+        merges = [tuple(line.split()) for line in lines.read().split("\n")[1 : vocabulary_size - len(words) - 1]]
+    words += ["".join(pair) for pair in merges]
+    vocabulary = {word: index for index, word in enumerate([*words, "<|startoftext|>", "<|endoftext|>"])}
+    pad = {"pad_token": words[0]} if hidden_act == "gelu" else {}
+    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=length, **pad)
