@@ -30,7 +30,7 @@ from sdlab import engine, launch, models, presets, state, train
 from sdlab.batches import Batches
 from sdlab.cache import Bucket
 from sdlab.config import Stage, TrainConfig
-from sdlab.parts import vae_factor
+from sdlab.places import vae_factor
 from sdlab.report import Outcome
 
 MOST_GIB = 22.0
@@ -106,10 +106,17 @@ class Clock:
 def configure(sizes: Sizes) -> TrainConfig:
     """One picture a step, with an average, in float32, with activations that are computed again in the backward pass."""
     networks = presets.get(sizes.preset).networks
-    figures = {"learning_rate": 1e-4, "schedule_steps": 1000, "ema_decay": 0.9999}
+    figures: dict[str, Any] = {"learning_rate": 1e-4, "schedule_steps": 1000, "ema_decay": 0.9999}
     recipe = Stage(resolution=sizes.resolution, global_batch_size=1, micro_batch_size=1, **figures)
-    counts = {"max_steps": sizes.steps, "micro_batch_size": 1, "save_every": 1000, "log_every": 1, "preview_every": 0}
-    about = {"preset": sizes.preset, "stage": "full", "networks": networks, "recipe": recipe, "data_key": "", "data_dir": ""}
+    counts: dict[str, Any] = {"max_steps": sizes.steps, "micro_batch_size": 1, "save_every": 1000, "log_every": 1, "preview_every": 0}
+    about: dict[str, Any] = {
+        "preset": sizes.preset,
+        "stage": "full",
+        "networks": networks,
+        "recipe": recipe,
+        "data_key": "",
+        "data_dir": "",
+    }
     return TrainConfig(**about, **counts, gradient_checkpointing=True)
 
 
@@ -123,7 +130,7 @@ def train_steps(config: TrainConfig, clock: Clock) -> Outcome:
     made.fabric.clip_gradients = clock.of("clip", made.fabric.clip_gradients)
     made.optimizer.step = clock.of("adamw", made.optimizer.step)
     made.ema.update = clock.of("average", made.ema.update)
-    train._accumulate = clock.of("forward_backward", train._accumulate)  # type: ignore[assignment]
+    train._accumulate = clock.of("forward_backward", train._accumulate)
     update = clock.of("step", train._update)
     with launch.attention(made.fabric.device):
         for number in range(1, config.max_steps + 1):

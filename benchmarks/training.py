@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from measuring import in_turns, parse, rate, tell
 
-from sdlab import checkpoints, engine, launch, models, optim, parts, prepare, presets, runs, stages, state, train
+from sdlab import checkpoints, engine, launch, models, optim, places, prepare, presets, runs, stages, state, train
 from sdlab.config import TrainConfig
 
 NOTES = {
@@ -50,7 +50,7 @@ def plain_steps(config: TrainConfig, sizes: Sizes) -> Callable[[], float]:
     """Samples a second of nothing but forward, backward and optimizer on one batch."""
     unet = models.build_unet(config.networks).train()
     optimizer = optim.make_optimizer(unet, config.recipe)
-    side = config.recipe.resolution // parts.vae_factor(config.networks)
+    side = config.recipe.resolution // places.vae_factor(config.networks)
     channels, width = config.networks.unet["in_channels"], config.networks.unet["cross_attention_dim"]
     noisy, target = torch.randn(2, sizes.global_batch_size, channels, side, side)
     timesteps, text = torch.randint(1000, (sizes.global_batch_size,)), torch.randn(sizes.global_batch_size, 24, width)

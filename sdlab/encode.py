@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import ImageColor
 
-from sdlab import cache, crops, launch, models, parts, pictures, pool, presets
+from sdlab import cache, crops, launch, models, parts, pictures, places, pool, presets
 from sdlab.config import ConfigError, PrepareConfig
 from sdlab.crops import View
 from sdlab.items import Handle
@@ -121,7 +121,7 @@ def _shapes(config: PrepareConfig, resolution: int) -> tuple[crops.Shape, ...]:
     if config.crop != "buckets":
         return ((resolution, resolution),)
     networks = presets.get(config.preset).networks
-    unit = parts.vae_factor(networks) * models.unet_factor(networks)
+    unit = places.vae_factor(networks) * models.unet_factor(networks)
     return crops.buckets(resolution, crops.bucket_step(resolution, unit))
 
 

@@ -15,7 +15,8 @@ from transformers import CLIPModel, CLIPTokenizer
 
 from sdlab.config import ConfigError
 from sdlab.files import hash_weights
-from sdlab.parts import TINY_DIR, to_pixel_values
+from sdlab.parts import to_pixel_values
+from sdlab.places import TINY_DIR
 
 BATCH_SIZE = 64
 """Rows of every forward of the judge; a short last batch is filled and cut, so that a feature does not depend on its neighbours."""

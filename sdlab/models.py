@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 from transformers.utils.logging import disable_progress_bar
 
-from sdlab import launch, parts, stored
+from sdlab import launch, parts, places, stored
 from sdlab.config import ConfigError, Networks, Preset
 
 logging.getLogger("diffusers").setLevel(logging.ERROR)
@@ -75,7 +75,7 @@ def check_networks(networks: Networks) -> None:
         ConfigError: it cannot be made, or its channels or conditioning are not those of the VAE and the text encoders.
     """
     unet_shapes(networks)
-    vae, encoders = parts.configs(networks)
+    vae, encoders = places.configs(networks)
     default = inspect.signature(AutoencoderKL).parameters["latent_channels"].default
     channels, width = vae.get("latent_channels", default), sum(encoder["hidden_size"] for encoder in encoders)
     wanted = {"in_channels": channels, "out_channels": channels, "cross_attention_dim": width}
@@ -102,7 +102,7 @@ def unet_factor(networks: Networks) -> int:
 
 def count_parameters(preset: Preset) -> dict[str, int]:
     """Numbers of parameters of `unet`, `vae` and `text_encoders`, counted without allocating them."""
-    vae, encoders = parts.configs(preset.networks)
+    vae, encoders = places.configs(preset.networks)
     kinds = (CLIPTextModel, CLIPTextModelWithProjection)
     with torch.device("meta"):
         towers = [kind(CLIPTextConfig(**config)) for kind, config in zip(kinds, encoders, strict=False)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from diffusers import UNet2DConditionModel
 
-from sdlab import encoders, files, models, parts, stored
+from sdlab import encoders, files, models, parts, places, stored
 from sdlab.config import ConfigError, Networks
 
 TEXTS = ("", "a photo of a cat", "🎈 Crème brûlée, 北京!", "don't  STOP at 3.50 <b>&amp;</b>\n_x_", "word " * 200)
@@ -30,7 +30,7 @@ class Parent(stored.Stored):
     @functools.cached_property
     def frozen_hashes(self) -> dict[str, str]:
         """What `vae`, `text_encoder` and `tokenizer` hold, as of `hash_content`; computed when it is first asked for."""
-        return hash_content(parts.frozen_folder(self.networks))
+        return hash_content(places.frozen_folder(self.networks))
 
 
 def load_parent(init_from: str, *, weights: str = "auto") -> Parent:
@@ -55,7 +55,7 @@ def check_parent_fits(parent: Parent, networks: Networks) -> None:
         ConfigError: everything that differs, each with both values, and the keys that do not fit.
     """
     there, here = _facts(parent.networks), _facts(networks)
-    theirs, ours = parts.frozen_folder(parent.networks), parts.frozen_folder(networks)
+    theirs, ours = places.frozen_folder(parent.networks), places.frozen_folder(networks)
     if theirs != ours:
         there |= _frozen_facts(theirs, parent.frozen_hashes)
         here |= _frozen_facts(ours, hash_content(ours))
@@ -82,7 +82,7 @@ def _facts(networks: Networks) -> dict[str, str]:
 
 def _frozen_facts(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
     """What frozen parts hold, in short, and what they do beside."""
-    vae, told = parts.stored_configs(folder)
+    vae, told = places.stored_configs(folder)
     ids = parts.token_ids(*parts.load_tokenizers(folder), [""])[0].tolist()
     counted = ((token, len(list(group))) for token, group in itertools.groupby(ids))
     return {
@@ -109,8 +109,8 @@ def hash_content(folder: Path) -> dict[str, str]:
     """
     tokenizers, length = parts.load_tokenizers(folder)
     ids = {f"tokenizer{end}": parts.token_ids([one], length, TEXTS).tolist() for end, one in zip(("", "_2"), tokenizers, strict=False)}
-    alone = "text_encoder_2" not in parts.names(folder)
-    weights = {part: _hash_tensors(folder / part, _stamped(folder / part), alone) for part in parts.names(folder) if part not in ids}
+    alone = "text_encoder_2" not in places.names(folder)
+    weights = {part: _hash_tensors(folder / part, _stamped(folder / part), alone) for part in places.names(folder) if part not in ids}
     return weights | {part: hashlib.sha256(json.dumps(rows).encode()).hexdigest() for part, rows in ids.items()}
 
 

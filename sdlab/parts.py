@@ -1,15 +1,9 @@
-"""The frozen parts of a family, which training takes as given: VAE, text encoders and tokenizers, and where they lie."""
+"""The frozen parts of a family, which training takes as given: VAE, text encoders and tokenizers."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import inspect
-import json
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +13,10 @@ import torch
 from diffusers import AutoencoderKL
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from sdlab import captions, encoders, files, launch, single
-from sdlab.config import ConfigError, Networks, resolve_path
-
-TINY_DIR = Path(__file__).parent / "assets" / "tiny"
-"""The built-in model as a diffusers pipeline folder, and its judge."""
-VAE_FACTS = ("latent_channels", "block_out_channels", "scaling_factor", "shift_factor")
-TEXT_FACTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "hidden_act", "max_position_embeddings", "vocab_size")
-"""What a preset says of its parts, and what they have to be."""
+from sdlab import captions, encoders, files, launch, places
+from sdlab.config import ConfigError, Networks
 
 
 def to_pixel_values(images: np.ndarray | Tensor) -> Tensor:
@@ -192,153 +180,11 @@ def token_ids(tokenizers: Sequence[CLIPTokenizer], length: int, texts: Sequence[
     return torch.cat([tokenizer(list(texts), **options).input_ids for tokenizer in tokenizers], dim=1)
 
 
-# Where they lie
-
-
-def frozen_folder(networks: Networks) -> Path:
-    """The folder of the frozen parts, in diffusers' layout; a hub id is fetched, random parts are drawn once and kept.
-
-    Raises:
-        ConfigError: it lacks one of them, or cannot be had.
-    """
-    return check_layout(_find(networks))
-
-
-def check_layout(folder: Path) -> Path:
-    """The same folder, with `vae`, `text_encoder` and `tokenizer`, and the second of each or none.
-
-    Raises:
-        ConfigError: it lacks one of them.
-    """
-    wanted = names(folder)
-    missing = [part for part in wanted if not (folder / part).is_dir()]
-    if missing:
-        raise ConfigError(f"folder {folder} lacks {', '.join(missing)}; give a folder in diffusers' layout with {', '.join(wanted)}")
-    return folder
-
-
-def names(folder: Path) -> tuple[str, ...]:
-    """The frozen parts that a folder should hold, in order."""
-    second = (folder / "text_encoder_2").is_dir() or (folder / "tokenizer_2").is_dir()
-    return ("vae", *files.ENCODERS[: 2 if second else 1], *(f"tokenizer{end}" for end in ("", "_2")[: 2 if second else 1]))
-
-
-def _find(networks: Networks) -> Path:
-    if networks.frozen == "tiny":
-        return TINY_DIR
-    if networks.frozen == "random":
-        return _drawn(json.dumps([networks.vae, networks.text_encoders], sort_keys=True))
-    path = resolve_path(networks.frozen)
-    if path.is_file() and path.suffix == ".safetensors":
-        return single.unpack(path)
-    if path.exists() or files.HUB_ID.fullmatch(networks.frozen) is None:
-        return path
-    return _fetched(networks.frozen, path)
-
-
-@functools.lru_cache(maxsize=8)
-def _fetched(repository: str, here: Path) -> Path:
-    patterns = [f"{part}/{name}" for part in ("vae", *files.ENCODERS) for name in (*files.HUB_WEIGHTS, "open_clip*")]
-    patterns += [f"tokenizer{end}/*.{kind}" for end in ("", "_2") for kind in ("json", "txt")]
-    return files.fetch(repository, patterns, here=here)
-
-
-@functools.lru_cache(maxsize=8)
-def _drawn(described: str) -> Path:
-    """Parts with random weights, for as long as nobody removes them the same for all who ask."""
-    kept = files.KEPT / "random" / hashlib.sha256(described.encode()).hexdigest()[:16]
-    if not kept.is_dir():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=kept.parent))
-        vae, encoders = json.loads(described)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            _draw(scratch, vae, encoders)
-        with suppress(OSError):  # somebody else was first
-            scratch.rename(kept)
-        shutil.rmtree(scratch, ignore_errors=True)
-    return kept
-
-
-def _draw(folder: Path, vae: dict[str, Any], encoders: Sequence[dict[str, Any]]) -> None:
-    AutoencoderKL(**vae).save_pretrained(folder / "vae")
-    for name, kind, given in zip(files.ENCODERS, (CLIPTextModel, CLIPTextModelWithProjection), encoders, strict=False):
-        config = CLIPTextConfig(**given)
-        kind(config).save_pretrained(folder / name)
-        tokenizer = single.make_tokenizer(config.vocab_size, config.max_position_embeddings, hidden_act=config.hidden_act)
-        tokenizer.save_pretrained(folder / name.replace("text_encoder", "tokenizer"))
-
-
-def vae_factor(networks: Networks) -> int:
-    """Pixels a side of one latent, as the preset or the config of the frozen VAE says."""
-    config = networks.vae or files.read_json(frozen_folder(networks) / "vae" / "config.json")
-    return 2 ** (len(config.get("block_out_channels", [64])) - 1)
-
-
-def configs(networks: Networks) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Arguments of the VAE and of the text encoders, as the preset says, else as their files do."""
-    if networks.vae and networks.text_encoders:
-        return networks.vae, networks.text_encoders
-    return stored_configs(frozen_folder(networks))
-
-
-def stored_configs(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Arguments of the VAE and of the text encoders in a folder.
-
-    Raises:
-        ConfigError: a config is missing or damaged.
-    """
-    known = [part for part in names(folder) if part in files.ENCODERS]
-    told = [encoders.config(folder / part, alone=len(known) == 1) for part in known]
-    return files.read_json(folder / "vae" / "config.json"), told
-
-
 def network_configs(frozen: Frozen) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Arguments of a VAE and of text encoders that are loaded."""
     vae, *_ = AutoencoderKL.extract_init_dict(dict(frozen.vae.config))
-    told = ("intermediate_size", "projection_dim", "layer_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id", *TEXT_FACTS)
+    told = ("intermediate_size", "projection_dim", "layer_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id", *places.TEXT_FACTS)
     return vae, [{name: getattr(encoder.config, name) for name in told} for encoder in frozen.text_encoders]
-
-
-def check_configs(networks: Networks) -> None:
-    """Refuse frozen parts that are not what the preset says.
-
-    Raises:
-        ConfigError: every difference with both values.
-    """
-    if not (networks.vae and networks.text_encoders):
-        return
-    folder = frozen_folder(networks)
-    vae, told = stored_configs(folder)
-    wrong = list(_differing("vae", AutoencoderKL, networks.vae, vae, VAE_FACTS))
-    if len(told) != len(networks.text_encoders):
-        wrong.append(f"{len(told)} text encoders, not {len(networks.text_encoders)}")
-    for name, wanted, there in zip(files.ENCODERS, networks.text_encoders, told, strict=False):
-        wrong += _differing(name, CLIPTextConfig, wanted, there, TEXT_FACTS)
-    if wrong:
-        raise ConfigError(f"the frozen parts in {folder} are not those of this preset: {'; '.join(wrong)}")
-
-
-def _differing(part: str, kind: Any, wanted: dict[str, Any], there: dict[str, Any], facts: Iterable[str]) -> Iterator[str]:
-    for fact in facts:
-        ours, theirs = (_fact(kind, table, fact) for table in (wanted, there))
-        if ours != theirs:
-            yield f"{part}.{fact} is {theirs!r}, not {ours!r}"
-
-
-def _fact(kind: Any, table: dict[str, Any], fact: str) -> Any:
-    """A value of a config, or the default of its class."""
-    value = table[fact] if fact in table else inspect.signature(kind).parameters[fact].default
-    return list(value) if isinstance(value, tuple) else value
-
-
-def hash_frozen(networks: Networks) -> dict[str, str]:
-    """SHA-256 of the weights of VAE and text encoders and of the files of tokenizers, by part."""
-    folder = frozen_folder(networks)
-    return {part: files.hash_weights(folder / part, "*.*" if part.startswith("tokenizer") else "*.safetensors") for part in names(folder)}
-
-
-# Loading
 
 
 def load_frozen(networks: Networks) -> Frozen:
@@ -347,8 +193,8 @@ def load_frozen(networks: Networks) -> Frozen:
     Raises:
         ConfigError: one of the parts is not there, not whole or not what the preset says, or its weights are pickled.
     """
-    check_configs(networks)
-    folder = frozen_folder(networks)
+    places.check_configs(networks)
+    folder = places.frozen_folder(networks)
     tokenizers, _ = load_tokenizers(folder)
     kinds = (CLIPTextModel, CLIPTextModelWithProjection)[: len(tokenizers)]
     alone = len(kinds) == 1
@@ -359,7 +205,7 @@ def load_frozen(networks: Networks) -> Frozen:
         vae=_load_whole(AutoencoderKL, folder / "vae"),
         text_encoders=tuple(towers),
         tokenizers=tuple(tokenizers),
-        hashes=hash_frozen(networks),
+        hashes=places.hash_frozen(networks),
         zeros_for_null=networks.null_condition == "zeros",
     ).to(launch.device())
 
@@ -399,8 +245,8 @@ def load_tokenizers(folder: Path) -> tuple[list[CLIPTokenizer], int]:
     Raises:
         ConfigError: one cannot be loaded.
     """
-    tokenizers = [_load_tokenizer(folder / part) for part in names(folder) if part.startswith("tokenizer")]
-    return tokenizers, int(stored_configs(folder)[1][0].get("max_position_embeddings", 77))
+    tokenizers = [_load_tokenizer(folder / part) for part in places.names(folder) if part.startswith("tokenizer")]
+    return tokenizers, int(places.stored_configs(folder)[1][0].get("max_position_embeddings", 77))
 
 
 def _load_tokenizer(folder: Path) -> CLIPTokenizer:

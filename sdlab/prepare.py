@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
-from sdlab import cache, checks, crops, encode, index, launch, models, parts, pictures, preflight, presets, runs, sources
+from sdlab import cache, checks, crops, encode, index, launch, models, parts, pictures, places, preflight, presets, runs, sources
 from sdlab.captions import NEWLINES
 from sdlab.config import SIZE_COLUMNS, ConfigError, PrepareConfig, build, check_resolution, resolve_path
 from sdlab.parts import Frozen, to_pixel_values
@@ -44,7 +44,7 @@ def configure(**values: Any) -> PrepareConfig:
     config = build(PrepareConfig, values, where="what to prepare")
     networks = presets.get(config.preset).networks
     for resolution in config.resolution:
-        check_resolution(resolution, vae_factor=parts.vae_factor(networks), unet_factor=models.unet_factor(networks))
+        check_resolution(resolution, vae_factor=places.vae_factor(networks), unet_factor=models.unet_factor(networks))
     encode.colour(config)
     return config
 

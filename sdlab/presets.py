@@ -178,7 +178,15 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 class YamlLoader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-5 is a number (plain YAML 1.1 reads it as text)."""
+    """YAML as people mean it: 1e-5 is a number (plain YAML 1.1 reads it as text), and a key that is given twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A table, refused where a key comes twice."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        twice = next((key for place, key in enumerate(keys) if key in keys[:place]), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 YamlLoader.yaml_implicit_resolvers = copy.deepcopy(yaml.SafeLoader.yaml_implicit_resolvers)

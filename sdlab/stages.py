@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sdlab import checkpoints, costs, launch, models, optim, parents, parts, presets, runs
+from sdlab import checkpoints, costs, launch, models, optim, parents, places, presets, runs
 from sdlab.cache import Cache, open_cache
 from sdlab.config import (
     ConfigError,
@@ -115,8 +115,8 @@ def configure(
     family = presets.get(preset)
     changes, recipe, networks = _recipe(family, stage, overrides, global_batch_size=global_batch_size, precision=precision)
     check_parent(recipe, stage, init_from)
-    parts.check_configs(networks)
-    encoders = parts.hash_frozen(networks)
+    places.check_configs(networks)
+    encoders = places.hash_frozen(networks)
     cache = _open_data(data_dir, recipe, encoders, "data_dir")
     if val_data_dir is not None:
         _open_data(val_data_dir, recipe, encoders, "val_data_dir")
@@ -152,7 +152,7 @@ def _recipe(family: Preset, stage: str, overrides: Mapping[str, Any] | None, **c
     recipe = presets.stage(family, stage, changes)
     networks = presets.networks(family, recipe)
     models.check_networks(networks)
-    check_resolution(recipe.resolution, vae_factor=parts.vae_factor(networks), unet_factor=models.unet_factor(networks))
+    check_resolution(recipe.resolution, vae_factor=places.vae_factor(networks), unet_factor=models.unet_factor(networks))
     return changes, recipe, networks
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 from diffusers import UNet2DConditionModel
 
-from sdlab import encoders, files, lora, parts, runs, single
+from sdlab import encoders, files, lora, places, runs, single
 from sdlab.config import ConfigError, Lora, Model, Networks, NoiseSchedule, TrainConfig, build, resolve_path
 
 FAMILY = {
@@ -99,7 +99,7 @@ def find(model: str, *, weights: str = "auto", checkpoint: str | int = "latest")
 def _locate(model: str) -> tuple[Path, str]:
     """The folder of a model, and how to write down where it came from."""
     if model == "tiny":
-        return parts.TINY_DIR, "tiny"
+        return places.TINY_DIR, "tiny"
     folder = resolve_path(model)
     if folder.exists():
         return folder, str(folder)
@@ -239,7 +239,7 @@ def _pipeline_networks(folder: Path, *, zeros: bool) -> Networks:
         "noise_schedule": {key: scheduler[key] for key in NoiseSchedule.model_fields if key in scheduler},
     }
     networks = build(Networks, values, where=str(folder))
-    for part in parts.names(parts.check_layout(folder)):
+    for part in places.names(places.check_layout(folder)):
         if not part.startswith("tokenizer") and not encoders.is_open_clip(folder / part):
             files.weight_files(folder / part)
     return networks
@@ -250,4 +250,4 @@ def _native_resolution(folder: Path, networks: Networks) -> int:
     size = networks.unet.get("sample_size")
     if not isinstance(size, int):
         raise ConfigError(f"{folder / 'unet' / 'config.json'} gives sample_size={size!r}; it has to be one whole number")
-    return size * parts.vae_factor(networks)
+    return size * places.vae_factor(networks)

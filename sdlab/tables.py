@@ -165,10 +165,18 @@ def estimate_table(estimate: stages.Estimate) -> Table:
         ("work", f"{flops / 1e9:,.4g}", "GFLOP a forward of the UNet for one sample; training takes three times as much"),
     ]
     for device, (rate, cost) in estimate.costs.items():
-        time = f"{shown(cost.days)} days, {shown(cost.device_hours)} device-hours"
+        time = f"{_time(cost.days)}, {shown(cost.device_hours)} device-hours"
         price = "" if cost.money is None else f", {shown(cost.money)} at the given price"
         rows.append((f"{ranks}, {device}", f"{shown(rate)} samples/s", time + price))
     return Table(("what", "value", ""), tuple(rows))
+
+
+def _time(days: float) -> str:
+    """A duration in the largest unit of which it is at least one."""
+    for unit, each in (("days", 1.0), ("hours", 24.0), ("minutes", 1440.0)):
+        if days * each >= 1:
+            return f"{shown(days * each)} {unit}"
+    return f"{shown(days * 86400)} seconds"
 
 
 def memory_table(estimate: stages.Estimate) -> Table:

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from sdlab import models, parts
+from sdlab import models, places
 from sdlab.config import ConfigError, Lora, Networks, Precision, check_resolution, hint
 from sdlab.lora import layers
 
@@ -137,7 +137,7 @@ def forward(networks: Networks, resolution: int, *, precision: str, device_type:
     """
     check_word("precision", precision, get_args(Precision))
     check_word("device_type", device_type, ("cuda", "cpu"))
-    check_resolution(resolution, vae_factor=parts.vae_factor(networks), unet_factor=models.unet_factor(networks))
+    check_resolution(resolution, vae_factor=places.vae_factor(networks), unet_factor=models.unet_factor(networks))
     return _run(networks.model_dump_json(), resolution, precision != "32-true", device_type, lora and lora.model_dump_json())
 
 
@@ -164,8 +164,8 @@ def _run(networks_json: str, resolution: int, mixed: bool, device_type: str, lor
 
 def _inputs(networks: Networks, resolution: int, dtype: torch.dtype) -> dict[str, Any]:
     """What the UNet is called with for one sample, without data."""
-    unet, side = networks.unet, resolution // parts.vae_factor(networks)
-    tokens = parts.configs(networks)[1][0].get("max_position_embeddings", 77)
+    unet, side = networks.unet, resolution // places.vae_factor(networks)
+    tokens = places.configs(networks)[1][0].get("max_position_embeddings", 77)
     with torch.device("meta"):
         inputs: dict[str, Any] = {
             "sample": torch.empty(1, unet.get("in_channels", 4), side, side, dtype=dtype),

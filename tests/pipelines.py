@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from sdlab import models, parts, presets, runs
+from sdlab import models, places, presets, runs
 from sdlab.config import TrainConfig
 
 TINY = presets.get("tiny").networks
@@ -37,7 +37,7 @@ def rewrite(path: Path, rename: Callable[[str], str] = str, convert: Callable[[t
 
 def make_plain(folder: Path) -> Path:
     """The shipped model as a pipeline that older diffusers might have written: a PNDM scheduler, and nothing of sdlab."""
-    shutil.copytree(parts.TINY_DIR, folder, ignore=shutil.ignore_patterns("judge", "sdlab.json", "components.json"))
+    shutil.copytree(places.TINY_DIR, folder, ignore=shutil.ignore_patterns("judge", "sdlab.json", "components.json"))
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(PNDM))
     return folder
 

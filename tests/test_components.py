@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from transformers import CLIPModel
 
-from sdlab import components, parts, presets, scenes
+from sdlab import components, parts, places, presets, scenes
 from sdlab.config import ConfigError
 
-ABOUT = json.loads((parts.TINY_DIR / "components.json").read_text())["figures"]
+ABOUT = json.loads((places.TINY_DIR / "components.json").read_text())["figures"]
 
 
 def test_the_shipped_vae_reconstructs_scenes_at_34_db_and_the_reader_still_reads_them() -> None:
@@ -20,7 +20,7 @@ def test_the_shipped_vae_reconstructs_scenes_at_34_db_and_the_reader_still_reads
 
 
 def test_the_shipped_judge_finds_the_right_caption() -> None:
-    judge = CLIPModel.from_pretrained(parts.TINY_DIR / "judge").float().eval()
+    judge = CLIPModel.from_pretrained(places.TINY_DIR / "judge").float().eval()
     figures = components.measure_clip(judge, parts.load_frozen(presets.get("tiny").networks).tokenizers[0], count=512)
     assert figures["top1_of_64"] >= 0.95
     assert figures["cosine_right"] > figures["cosine_wrong"] + 0.5

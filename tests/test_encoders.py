@@ -9,7 +9,7 @@ import torch
 from open_clip.model import CLIP, CLIPTextCfg, CLIPVisionCfg
 from safetensors.torch import load_file, save_file
 
-from sdlab import encoders, parents, parts, presets
+from sdlab import encoders, parents, parts, places, presets
 from sdlab.config import ConfigError, Networks
 
 TEXT = {"context_length": 77, "vocab_size": 8706, "width": 32, "heads": 2, "layers": 2}
@@ -33,7 +33,7 @@ def family(tmp_path: Path, name: str) -> Networks:
     """A small family whose parts lie in a folder of their own."""
     networks = presets.get(name).networks
     folder = tmp_path / "parts"
-    shutil.copytree(parts.frozen_folder(networks), folder)
+    shutil.copytree(places.frozen_folder(networks), folder)
     return networks.model_copy(update={"frozen": str(folder)})
 
 
@@ -89,7 +89,7 @@ def test_the_same_encoder_in_either_form_is_the_same_to_a_parent(tmp_path: Path)
     before = parents.hash_content(folder)
     kept = dict(encoders.tensors(folder / "text_encoder", alone=True))
     shutil.rmtree(folder / "text_encoder")
-    shutil.copytree(parts.frozen_folder(presets.get("sd15_tiny").networks) / "text_encoder", folder / "text_encoder")
+    shutil.copytree(places.frozen_folder(presets.get("sd15_tiny").networks) / "text_encoder", folder / "text_encoder")
     save_file(kept, folder / "text_encoder" / "model.safetensors", metadata={"format": "pt"})
     assert parents.hash_content(folder) == before
 

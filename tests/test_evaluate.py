@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from sdlab import config, evaluate, features, models, parts, sample, scenes
+from sdlab import config, evaluate, features, models, places, sample, scenes
 from sdlab.config import ConfigError
 
 SMALL = {"num_images": 12, "guidance_scales": [1, 2, 4], "num_inference_steps": 2, "batch_size": 4}
@@ -135,9 +135,9 @@ def test_explain_names_each_differing_field_with_both_values():
 
 
 def test_rows_of_several_models_and_scales_are_comparable(tmp_path, painter):
-    results = evaluate.evaluate(configure(tmp_path, models=["tiny", str(parts.TINY_DIR)], guidance_scales=[1, 2]))
+    results = evaluate.evaluate(configure(tmp_path, models=["tiny", str(places.TINY_DIR)], guidance_scales=[1, 2]))
     assert len(results["rows"]) == 4
-    assert {row["model"] for row in results["rows"]} == {"tiny", str(parts.TINY_DIR)}
+    assert {row["model"] for row in results["rows"]} == {"tiny", str(places.TINY_DIR)}
     evaluate.refuse_mixed([*results["rows"], *results["references"]])
 
 

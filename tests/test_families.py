@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from test_launch import left, mark
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from sdlab import batches, models, parts, prepare, presets, runs, sample, stages, state, stored, train
+from sdlab import batches, models, parts, places, prepare, presets, runs, sample, stages, state, stored, train
 from sdlab.cache import open_cache
 from sdlab.config import ConfigError, Networks, TrainConfig
 
@@ -164,7 +164,7 @@ def scripts_loss(config: TrainConfig, ours: torch.nn.Module, batch: batches.Batc
 
 def scripts_text(networks: Networks, captions: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Text states as the scripts for SD 1 and 2 and for SDXL take them from the encoders; zeros for "" as SDXL's pipeline wants them."""
-    tokenizers, encoders = loaded_plainly(parts.frozen_folder(networks))
+    tokenizers, encoders = loaded_plainly(places.frozen_folder(networks))
     options: dict[str, Any] = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
     ids = [one(list(captions), max_length=one.model_max_length, **options).input_ids for one in tokenizers]
     if len(encoders) == 1:
@@ -457,7 +457,7 @@ def of_another_family(family: str, part: str) -> Callable[[Path], None]:
 
     def spoil(folder: Path) -> None:
         shutil.rmtree(folder / part)
-        shutil.copytree(parts.frozen_folder(presets.get(family).networks) / part, folder / part)
+        shutil.copytree(places.frozen_folder(presets.get(family).networks) / part, folder / part)
 
     return spoil
 
@@ -472,7 +472,7 @@ def without(*names: str) -> Callable[[Path], None]:
 
 def spoiled(family: str, folder: Path, spoil: Callable[[Path], Any]) -> str:
     """A preset file of a family whose frozen parts were spoiled."""
-    shutil.copytree(parts.frozen_folder(presets.get(family).networks), folder / "parts")
+    shutil.copytree(places.frozen_folder(presets.get(family).networks), folder / "parts")
     spoil(folder / "parts")
     (folder / "mine.yaml").write_text(json.dumps({"extends": family, "networks": {"frozen": str(folder / "parts")}}))
     return str(folder / "mine.yaml")

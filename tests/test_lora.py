@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sdlab import ldm, lora, models, parts, presets, runs, stages, train
+from sdlab import ldm, lora, models, places, presets, runs, stages, train
 from sdlab.config import ConfigError, Lora, Networks
 from sdlab.files import Tensors
 
@@ -276,7 +276,7 @@ def test_a_run_its_export_and_its_change_put_into_the_parent_are_one_model(tuned
 
 def test_a_change_of_a_parent_that_is_another_one_now_is_refused(tuned, tmp_path: Path) -> None:
     _, run = tuned
-    parent = shutil.copytree(parts.TINY_DIR, tmp_path / "parent")
+    parent = shutil.copytree(places.TINY_DIR, tmp_path / "parent")
     run(tmp_path / "run", init_from=str(parent), max_steps=1)
     path = parent / "unet/diffusion_pytorch_model.safetensors"
     save_file({key: tensor + 1 for key, tensor in load_file(path).items()}, path, metadata={"format": "pt"})

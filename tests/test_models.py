@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sdlab import files, models, parts, presets
+from sdlab import files, models, parts, places, presets
 from sdlab.config import ConfigError
 
 TINY = presets.get("tiny")
@@ -32,7 +32,7 @@ def test_a_seed_fixes_the_random_unet_and_leaves_the_global_state_alone() -> Non
 def test_frozen_parts_have_the_shapes_of_the_contract(frozen: parts.Frozen) -> None:
     moments = frozen.encode_moments(torch.zeros(2, 3, 64, 64))
     ids = frozen.tokenize(["a cat", ""])
-    assert (frozen.vae_factor, parts.vae_factor(TINY.networks)) == (8, 8)
+    assert (frozen.vae_factor, places.vae_factor(TINY.networks)) == (8, 8)
     assert moments.shape == (2, 16, 8, 8) and ids.shape == (2, 24) and ids.dtype == torch.int64
     assert frozen.encode_text(ids).prompt_embeds.shape == (2, 24, 128)
     images = frozen.decode(moments[:, :8] * frozen.scaling_factor)
@@ -79,14 +79,14 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_of_our_own_parts_can_be_named_in_a_preset(tmp_path: Path) -> None:
-    shutil.copytree(parts.TINY_DIR, tmp_path / "parts")
+    shutil.copytree(places.TINY_DIR, tmp_path / "parts")
     networks = TINY.networks.model_copy(update={"frozen": str(tmp_path / "parts")})
     assert parts.load_frozen(networks).hashes == parts.load_frozen(TINY.networks).hashes
 
 
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
 def test_a_network_with_missing_or_damaged_weights_is_never_filled_in(tmp_path: Path, part: str) -> None:
-    shutil.copytree(parts.TINY_DIR, tmp_path / "parts")
+    shutil.copytree(places.TINY_DIR, tmp_path / "parts")
     path = next((tmp_path / "parts" / part).glob("*.safetensors"))
     weights = load_file(path)
     weights.popitem()
@@ -104,5 +104,5 @@ def test_only_a_run_folder_has_checkpoints() -> None:
 
 
 def test_the_shipped_weights_have_the_hashes_of_their_card() -> None:
-    about = json.loads((parts.TINY_DIR / "components.json").read_text())
-    assert {part: files.hash_weights(parts.TINY_DIR / part) for part in about["sha256"]} == about["sha256"]
+    about = json.loads((places.TINY_DIR / "components.json").read_text())
+    assert {part: files.hash_weights(places.TINY_DIR / part) for part in about["sha256"]} == about["sha256"]

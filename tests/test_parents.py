@@ -14,7 +14,7 @@ import transformers
 from pipelines import SMALL, TINY, change, make_plain, make_run, rewrite, same, shard
 from safetensors.torch import load_file, save_file
 
-from sdlab import export, files, models, parents, parts, stored
+from sdlab import export, files, models, parents, parts, places, stored
 from sdlab.config import ConfigError, Networks
 
 
@@ -60,7 +60,7 @@ def test_no_network_is_built_to_describe_compare_and_read_a_parent(exported: Pat
 
 def test_an_export_holds_the_parts_that_it_was_made_from(exported: Path) -> None:
     mine, shipped = parents.load_parent(str(exported)), parents.load_parent("tiny")
-    assert parts.hash_frozen(mine.networks)["vae"] != parts.hash_frozen(TINY)["vae"]
+    assert places.hash_frozen(mine.networks)["vae"] != places.hash_frozen(TINY)["vae"]
     assert mine.frozen_hashes == shipped.frozen_hashes and set(mine.frozen_hashes) == {"vae", "text_encoder", "tokenizer"}
     parents.check_parent_fits(mine, TINY)
 
@@ -92,7 +92,7 @@ def test_a_text_encoder_with_names_of_old_is_the_same_and_loads(plain: Path) -> 
     save_file({**load_file(path), "text_model.embeddings.position_ids": torch.arange(24)[None]}, path, metadata={"format": "pt"})
     assert parents.hash_content(plain) == before
     ids = torch.tensor([[8704, 320, 8705]])
-    ours, theirs = (parts.load_frozen(TINY.model_copy(update={"frozen": str(at)})) for at in (plain, parts.TINY_DIR))
+    ours, theirs = (parts.load_frozen(TINY.model_copy(update={"frozen": str(at)})) for at in (plain, places.TINY_DIR))
     assert torch.equal(ours.encode_text(ids).prompt_embeds, theirs.encode_text(ids).prompt_embeds)
 
 

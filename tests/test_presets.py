@@ -49,6 +49,7 @@ def test_a_users_file_extends_another_one_beside_it(tmp_path: Path) -> None:
         ("extends: [tiny]\n", "name or path of one preset"),
         ("just text", "has to hold fields"),
         ("a: [1\n", "not valid YAML"),
+        ("extends: tiny\nstages: {stage1_32: {learning_rate: 1, learning_rate: 2}}\n", "'learning_rate' is given twice"),
         ("extends: tiny\nstages: {stage1_32: {learning_rate: fast}}\n", "given: 'fast'"),
         ("extends: tiny\nstages: {stage_32: null}\n", "no stage 'stage_32' to leave out; did you mean 'stage1_32'"),
         ("extends: tiny\nstages: {stage1_32: null}\n", "has parent 'stage1_32'"),

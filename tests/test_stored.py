@@ -14,7 +14,7 @@ from huggingface_hub.utils import filter_repo_objects
 from pipelines import TINY, change, make_plain, make_run, same, shard
 from safetensors.torch import load_file, save_file
 
-from sdlab import models, parts, runs, stored
+from sdlab import models, parts, places, runs, stored
 from sdlab.config import ConfigError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -44,7 +44,7 @@ def test_a_run_without_an_average_has_only_its_weights(tmp_path: Path) -> None:
 
 def test_the_shipped_half_precision_weights_are_read_as_float32() -> None:
     found = stored.find("tiny")
-    halves = load_file(parts.TINY_DIR / "unet" / "diffusion_pytorch_model.safetensors")
+    halves = load_file(places.TINY_DIR / "unet" / "diffusion_pytorch_model.safetensors")
     assert {value.dtype for value in halves.values()} == {torch.float16}
     assert same(found.state_dict(), {key: value.float() for key, value in halves.items()})
     assert (found.path, found.weights, found.step, found.resolution) == ("tiny", "ema", 1200, 64)

@@ -18,7 +18,7 @@ from lightning_fabric.plugins import MixedPrecision
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from sdlab import checkpoints, export, models, optim, parts, prepare, presets, runs, stages, train
+from sdlab import checkpoints, export, models, optim, places, prepare, presets, runs, stages, train
 from sdlab.checkpoints import Checkpoints
 from sdlab.config import ConfigError, TrainConfig
 
@@ -122,7 +122,7 @@ def test_the_export_is_a_pipeline_that_loads_again(whole: Path, tmp_path: Path) 
     pipeline.save_pretrained(tmp_path)
     written, theirs = (json.loads((folder / "model_index.json").read_text()) for folder in (whole / "export", tmp_path))
     assert written == {name: part for name, part in theirs.items() if name != "_name_or_path"}
-    assert all(str(parts.TINY_DIR) not in path.read_text() for path in (whole / "export").rglob("*.json"))
+    assert all(str(places.TINY_DIR) not in path.read_text() for path in (whole / "export").rglob("*.json"))
 
 
 def test_an_interrupt_stops_after_the_step_with_a_checkpoint_and_the_run_goes_on(scenes_dir: Path, tmp_path: Path) -> None:
@@ -488,7 +488,7 @@ def test_a_unet_that_does_not_fit_its_frozen_parts_is_refused(scenes_dir: Path, 
 
 
 def test_data_of_another_vae_is_refused(scenes_dir: Path, tmp_path: Path) -> None:
-    shutil.copytree(parts.TINY_DIR, tmp_path / "parts")
+    shutil.copytree(places.TINY_DIR, tmp_path / "parts")
     vae = next((tmp_path / "parts" / "vae").glob("*.safetensors"))
     save_file({key: value + 0.01 for key, value in load_file(vae).items()}, vae)
     mine = tmp_path / "mine.yaml"
