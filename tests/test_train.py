@@ -62,6 +62,21 @@ def test_resumed_twice_equals_uninterrupted_bit_for_bit(scenes_dir: Path, whole:
     assert there.keys() == here.keys() and all(torch.equal(there[key], here[key]) for key in there)
 
 
+def test_activations_that_are_computed_again_change_no_bit(scenes_dir: Path, whole: Path, tmp_path: Path) -> None:
+    train.train(configure(scenes_dir, gradient_checkpointing=True), tmp_path / "run")
+    there, here = tensors(whole), tensors(tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(whole) and all(torch.equal(there[key], here[key]) for key in there)
+
+
+def test_short_moments_resume_bit_for_bit_too(scenes_dir: Path, tmp_path: Path) -> None:
+    for folder, stops in (("whole", (4,)), ("parts", (1, 2, 4))):
+        for steps in stops:
+            train.train(configure(scenes_dir, max_steps=steps, overrides={"optimizer_states": "bfloat16"}), tmp_path / folder)
+    there, here = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
+    assert here["exp_avg_sq/conv_in.weight"].dtype == torch.bfloat16
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts") and all(torch.equal(there[key], here[key]) for key in there)
+
+
 def test_a_kill_after_a_checkpoint_computes_the_lost_steps_again(scenes_dir: Path, whole: Path, tmp_path: Path) -> None:
     train.train(configure(scenes_dir, max_steps=2), tmp_path / "run")
     for step in (3, 4):
