@@ -70,7 +70,7 @@ def write_cache(folder: Path, rows: int, shape: tuple[int, ...]) -> Path:
         return cache.find_shard(folder / place, f"{number:032x}", hashes=False)
 
     null = {"key": np.zeros(1, cache.KEY), "input_ids": np.zeros((1, 77), np.int32), "caption": [""], "num_tokens": [2]}
-    text = {"count": 1, "length": 77, "width": 0, "states": False, "shards": [write(cache.TEXT, 0, iter([null]))]}
+    text = {"count": 1, "length": 77, "widths": [0], "pooled_width": 0, "states": False, "shards": [write(cache.TEXT, 0, iter([null]))]}
     starts = range(0, rows, cache.ROWS)
     shards = [write(cache.moments_folder(256), start, chunks(min(cache.ROWS, rows - start))) for start in starts]
     bucket = {"height": 256, "width": 256, "shape": list(shape), "count": rows, "shards": shards}

@@ -168,6 +168,7 @@ def load(model: str, *, weights: str = "ema", checkpoint: str | int = "latest") 
         ConfigError: as `stored.find`, or weights that are missing, surplus or damaged.
     """
     found = stored.find(model, weights=weights, checkpoint=checkpoint)
+    check_networks(found.networks)
     with torch.device("meta"):  # random weights take longer to draw than others to read
         unet = build_unet(found.networks)
     hand_over(unet.to_empty(device="cpu"), found.state_dict(), source=model)

@@ -196,11 +196,11 @@ def load_frozen(networks: Networks) -> Frozen:
     places.check_configs(networks)
     folder = places.frozen_folder(networks)
     tokenizers, _ = load_tokenizers(folder)
+    for name, tokenizer, told in zip(files.ENCODERS, tokenizers, places.stored_configs(folder)[1], strict=False):
+        _check_vocabulary(folder / name, told.get("vocab_size", 49408), tokenizer)
     kinds = (CLIPTextModel, CLIPTextModelWithProjection)[: len(tokenizers)]
     alone = len(kinds) == 1
     towers = [_load_encoder(kind, folder / name, alone=alone) for kind, name in zip(kinds, files.ENCODERS, strict=False)]
-    for name, tower, tokenizer in zip(files.ENCODERS, towers, tokenizers, strict=False):
-        _check_vocabulary(folder / name, tower, tokenizer)
     return Frozen(
         vae=_load_whole(AutoencoderKL, folder / "vae"),
         text_encoders=tuple(towers),
@@ -256,6 +256,6 @@ def _load_tokenizer(folder: Path) -> CLIPTokenizer:
         raise ConfigError(f"{folder} cannot be loaded: {captions.error_line(error)}") from None
 
 
-def _check_vocabulary(folder: Path, encoder: Any, tokenizer: CLIPTokenizer) -> None:
-    if len(tokenizer) != encoder.config.vocab_size:
-        raise ConfigError(f"{folder} knows {encoder.config.vocab_size:,} tokens, and its tokenizer {len(tokenizer):,}: they do not match")
+def _check_vocabulary(folder: Path, known: int, tokenizer: CLIPTokenizer) -> None:
+    if len(tokenizer) != known:
+        raise ConfigError(f"{folder} knows {known:,} tokens, and its tokenizer {len(tokenizer):,}: they do not match")

@@ -63,10 +63,11 @@ def test_what_does_not_go_together_is_refused_in_the_plan(given: dict[str, objec
 
 
 def test_too_little_memory_names_what_would_fit(scenes_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = 16 * models.count_unet(presets.get("tiny").networks)
-    monkeypatch.setattr(stages, "_available", lambda config: needed)
-    with pytest.raises(ConfigError, match=r"training needs .* before any activation, and there are .*; this would fit: .*LoRA"):
-        stages.configure(preset="tiny", stage="stage1_32", data_dir=str(scenes_dir))
+    given = {"preset": "tiny", "stage": "stage1_32", "data_dir": str(scenes_dir)}
+    memory = stages.plan(stages.configure(**given), scenes_dir / "run").memory
+    monkeypatch.setattr(stages, "_available", lambda config: memory.total - memory.activations - 1)
+    with pytest.raises(ConfigError, match=r"training needs .* before any activation, and there are .*; this would fit: .*'bfloat16'"):
+        stages.configure(**given)
 
 
 def test_eight_bit_moments_need_a_gpu(scenes_dir: Path) -> None:
