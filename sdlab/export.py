@@ -96,6 +96,7 @@ def save_pipeline(folder: Path, model: TextToImage) -> None:
 
     Part by part, as `StableDiffusionPipeline.save_pretrained` does: importing that class takes longer than saving.
     """
+    model.unet.register_to_config(sample_size=model.resolution // model.frozen.vae_factor)  # the size that diffusers draws unasked
     pieces: dict[str, Any] = {**dict(_networks(model)), "scheduler": _scheduler(model)}
     pieces |= dict(zip(("tokenizer", "tokenizer_2"), model.frozen.tokenizers, strict=False))
     for name, piece in pieces.items():
@@ -147,7 +148,8 @@ def _save_single(path: Path, model: TextToImage, origin: Origin) -> str:
     """Write and read again the single file; why there can be none, for a family that no single file has names for."""
     tensors = {part: network.state_dict() for part, network in _networks(model)}
     vae, encoders = parts.network_configs(model.frozen)
-    networks = model.networks.model_copy(update={"frozen": "", "vae": vae, "text_encoders": encoders})
+    unet = {**model.networks.unet, "sample_size": model.unet.config.sample_size}
+    networks = model.networks.model_copy(update={"frozen": "", "vae": vae, "text_encoders": encoders, "unet": unet})
     try:
         single.pack(path, networks, tensors, metadata=_metadata(model, origin, networks.model_dump_json()))
     except ConfigError as error:

@@ -245,13 +245,13 @@ def load_tokenizers(folder: Path) -> tuple[list[CLIPTokenizer], int]:
     Raises:
         ConfigError: one cannot be loaded.
     """
-    tokenizers = [_load_tokenizer(folder / part) for part in places.names(folder) if part.startswith("tokenizer")]
-    return tokenizers, int(places.stored_configs(folder)[1][0].get("max_position_embeddings", 77))
+    length = int(places.stored_configs(folder)[1][0].get("max_position_embeddings", 77))
+    return [_load_tokenizer(folder / part, length) for part in places.names(folder) if part.startswith("tokenizer")], length
 
 
-def _load_tokenizer(folder: Path) -> CLIPTokenizer:
+def _load_tokenizer(folder: Path, length: int) -> CLIPTokenizer:
     try:
-        return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+        return CLIPTokenizer.from_pretrained(folder, local_files_only=True, model_max_length=length)
     except Exception as error:  # the library raises nearly every kind of exception
         raise ConfigError(f"{folder} cannot be loaded: {captions.error_line(error)}") from None
 

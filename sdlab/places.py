@@ -22,6 +22,8 @@ from sdlab.config import ConfigError, Networks, resolve_path
 
 TINY_DIR = Path(__file__).parent / "assets" / "tiny"
 """The built-in model as a diffusers pipeline folder, and its judge."""
+DRAWN = 1
+"""Raised by hand when parts are drawn in another way, so that older ones are not taken for them."""
 VAE_FACTS = ("latent_channels", "block_out_channels", "scaling_factor", "shift_factor")
 TEXT_FACTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "hidden_act", "max_position_embeddings", "vocab_size")
 """What a preset says of its parts, and what they have to be."""
@@ -77,7 +79,7 @@ def _fetched(repository: str, here: Path) -> Path:
 
 def _drawn(described: str) -> Path:
     """Parts with random weights, for as long as nobody removes them the same for all who ask."""
-    kept = files.KEPT / "random" / hashlib.sha256(described.encode()).hexdigest()[:16]
+    kept = files.KEPT / "random" / hashlib.sha256(f"{DRAWN} {described}".encode()).hexdigest()[:16]
     if not (kept / "vae").is_dir():
         kept.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=kept.parent))

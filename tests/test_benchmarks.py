@@ -32,3 +32,7 @@ def test_the_benchmark_of_the_data_runs_and_writes_its_figures(tmp_path):
 
 def test_the_benchmark_of_training_runs_and_writes_its_figures(tmp_path):
     assert set(run("training", tmp_path / "training.json")["ratios"]) == {"step_vs_plain", "save_vs_plain"}
+
+
+def test_the_benchmark_of_the_full_step_runs_and_writes_its_figures(tmp_path):
+    assert set(run("full_step", tmp_path / "full_step.json")["ratios"]) == {"step_vs_parts"}

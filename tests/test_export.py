@@ -77,6 +77,12 @@ def test_text_encoders_have_the_names_that_all_versions_read(drawn, family) -> N
         assert all(key.startswith(("text_model.", "text_projection.")) for key in keys)
 
 
+def test_diffusers_draws_in_the_size_that_was_trained_unless_it_is_asked_for_another(drawn) -> None:
+    folder, _ = drawn["sd15_tiny"]
+    drawn_size = pipeline_of(folder)("a cat", num_inference_steps=1, output_type="np").images.shape[1:3]
+    assert drawn_size == (64, 64) and models.load(str(folder / export.SINGLE_FILE), weights="auto").unet.config.sample_size == 8
+
+
 def test_a_single_file_says_what_it_is(drawn) -> None:
     folder, _ = drawn["sd20_tiny"]
     about = files.metadata(folder / export.SINGLE_FILE)

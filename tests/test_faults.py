@@ -34,7 +34,7 @@ SERVER = (
     + """
 import sdlab
 import torch
-from sdlab import models, presets, train
+from sdlab import parts, presets, train
 from sdlab.config import TrainConfig
 
 frozen = parts.load_frozen(presets.get("tiny").networks)

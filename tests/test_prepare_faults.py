@@ -28,7 +28,7 @@ SERVER = (
     + SERVE
     + """
 import torch
-from sdlab import models, presets, prepare
+from sdlab import parts, prepare, presets
 
 frozen = parts.load_frozen(presets.get("tiny").networks)
 parts.load_frozen = lambda networks: frozen
