@@ -223,6 +223,12 @@ class Preset(Model):
     stages: dict[str, Stage] = Field(min_length=1)
 
     @model_validator(mode="after")
+    def _parts_are_somewhere(self) -> Self:
+        if not self.networks.frozen.strip():
+            raise ValueError("networks.frozen is empty; give a folder, a .safetensors file, a hub id, 'tiny' or 'random'")
+        return self
+
+    @model_validator(mode="after")
     def _parents_make_a_tree(self) -> Self:
         for name, stage in self.stages.items():
             seen, parent = [name], stage.parent

@@ -65,7 +65,7 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path} cannot be loaded: {captions.error_line(error)}") from None
+        raise ConfigError(f"{path} cannot be loaded, it is cut off or no safetensors file: {captions.error_line(error)}") from None
 
 
 def metadata(path: Path) -> dict[str, str]:
@@ -152,9 +152,9 @@ def fetch(repository: str, patterns: Sequence[str], *, commit: str | None = None
     try:
         return Path(huggingface_hub.snapshot_download(repository, revision=commit, allow_patterns=list(patterns)))
     except Exception as error:  # its own errors, those of its HTTP library and those of the disk
-        offline = " (HF_HUB_OFFLINE is set: only in its cache)" if huggingface_hub.is_offline_mode() else ""
+        offline = huggingface_hub.is_offline_mode()
+        told = " (HF_HUB_OFFLINE is set: only in its cache), where it is not" if offline else f": {captions.error_line(error)}"
         raise ConfigError(
-            f"model {repository!r} is no path here ({here}), and the hub was asked for a repository of this name{offline}: "
-            f"{captions.error_line(error)}; correct the name, or fetch it where there is a network: "
-            f"HF_HUB_OFFLINE=0 hf download {repository}"
+            f"model {repository!r} is no path here ({here}), and the hub was asked for a repository of this name{told}; "
+            f"correct the name, or fetch it where there is a network: HF_HUB_OFFLINE=0 hf download {repository}"
         ) from None

@@ -55,11 +55,12 @@ def check_parent_fits(parent: Parent, networks: Networks) -> None:
         ConfigError: everything that differs, each with both values, and the keys that do not fit.
     """
     there, here = _facts(parent.networks), _facts(networks)
-    theirs, ours = places.frozen_folder(parent.networks), places.frozen_folder(networks)
-    if theirs != ours:
-        there |= _frozen_facts(theirs, parent.frozen_hashes)
-        here |= _frozen_facts(ours, hash_content(ours))
-    differing = [f"{name}: {there[name]} in the parent, {here[name]} in the stage" for name in here if there[name] != here[name]]
+    those, these = places.frozen_folder(parent.networks), places.frozen_folder(networks)
+    if those != these:
+        there |= _frozen_facts(those, parent.frozen_hashes)
+        here |= _frozen_facts(these, hash_content(these))
+    known = {name: (there.get(name, "none"), here.get(name, "none")) for name in [*here, *there]}
+    differing = [f"{name}: {theirs} in the parent, {ours} in the stage" for name, (theirs, ours) in known.items() if theirs != ours]
     try:
         models.check_fit(models.unet_shapes(networks), parent.state_dict().shapes(), source=parent.name)
     except ConfigError as error:

@@ -17,7 +17,7 @@ import torch
 from diffusers import AutoencoderKL
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from sdlab import encoders, files, single
+from sdlab import captions, encoders, files, single
 from sdlab.config import ConfigError, Networks, resolve_path
 
 TINY_DIR = Path(__file__).parent / "assets" / "tiny"
@@ -61,13 +61,24 @@ def _find(networks: Networks) -> Path:
     if networks.frozen == "tiny":
         return TINY_DIR
     if networks.frozen == "random":
+        if not (networks.vae and networks.text_encoders):
+            raise ConfigError("networks.frozen is 'random', so networks.vae and networks.text_encoders have to say what to draw")
         return _drawn(json.dumps([networks.vae, networks.text_encoders], sort_keys=True))
     path = resolve_path(networks.frozen)
     if path.is_file() and path.suffix == ".safetensors":
         return single.unpack(path)
-    if path.exists() or files.HUB_ID.fullmatch(networks.frozen) is None:
+    if path.is_file() and path.suffix in files.PICKLES:
+        raise ConfigError(f"networks.frozen {networks.frozen!r}: {files.refuse_pickles('from_single_file')}")
+    if path.exists():
         return path
-    return _fetched(networks.frozen, path)
+    if files.HUB_ID.fullmatch(networks.frozen) is None:
+        raise ConfigError(
+            f"networks.frozen: there is nothing at {path}; give a folder in diffusers' layout, a .safetensors file or a hub id"
+        )
+    try:
+        return _fetched(networks.frozen, path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or say in a preset of your own where you have the parts: networks: {{frozen: FOLDER}}") from None
 
 
 @functools.lru_cache(maxsize=8)
@@ -83,13 +94,16 @@ def _drawn(described: str) -> Path:
     if not (kept / "vae").is_dir():
         kept.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=kept.parent))
-        vae, encoders = json.loads(described)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            _draw(scratch, vae, encoders)
-        with suppress(OSError):  # somebody else was first
-            scratch.rename(kept)
-        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                _draw(scratch, *json.loads(described))
+            with suppress(OSError):  # somebody else was first
+                scratch.rename(kept)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"networks.vae and networks.text_encoders do not make frozen parts: {captions.error_line(error)}") from None
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     return kept
 
 

@@ -10,16 +10,17 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import diffusers
 import yaml
+from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import CLIPTokenizer
 
 from sdlab import files, ldm, presets, runs
-from sdlab.config import ConfigError, Networks, build
+from sdlab.config import ConfigError, Model, Networks, build
 
 NETWORKS = "sdlab.networks"
 """Where a file says which networks it holds, as the config of a family in JSON; published files do not."""
@@ -28,6 +29,14 @@ NOTE = "sdlab.note"
 PREDICTION = "modelspec.prediction_type"
 PREDICTION_TYPES = {"epsilon": "epsilon", "eps": "epsilon", "v": "v_prediction", "v_prediction": "v_prediction", "x0": "sample"}
 """What files say of what their UNet predicts."""
+
+
+class Note(Model):
+    """What a run says of the model that it exports."""
+
+    weights: Literal["ema", "raw"]
+    step: int = Field(ge=0)
+    resolution: int = Field(gt=0)
 
 
 def unpack(path: Path) -> Path:
@@ -61,7 +70,7 @@ def read(path: Path, networks: Networks) -> dict[str, Mapping[str, Tensor]]:
     """
     try:
         return ldm.from_ldm(files.Tensors([path], as_stored=True), networks=networks)
-    except ConfigError as error:
+    except (ConfigError, TypeError, ValueError) as error:  # of sizes in its metadata that are none, the second and third
         raise ConfigError(f"{path}: {error}") from None
 
 
@@ -73,8 +82,9 @@ def describe(path: Path) -> tuple[Networks, dict[str, Any]]:
     """
     about = files.metadata(path)
     if NETWORKS in about:
-        networks = build(Networks, json.loads(about[NETWORKS]), where=f"{path}: {NETWORKS}")
-        return networks, json.loads(about.get(NOTE, "{}"))
+        note = build(Note, _table(path, about, NOTE), where=f"{path}: {NOTE}") if NOTE in about else None
+        networks = build(Networks, _table(path, about, NETWORKS), where=f"{path}: {NETWORKS}")
+        return networks, {} if note is None else note.model_dump()
     tensors = files.Tensors([path])
     try:
         family = ldm.family(tensors.shapes())
@@ -82,6 +92,18 @@ def describe(path: Path) -> tuple[Networks, dict[str, Any]]:
         raise ConfigError(f"{path}: {error}") from None
     networks = presets.get(family).networks
     return networks.model_copy(update={"prediction_type": _prediction_type(path, family, about)}), {}
+
+
+def _table(path: Path, about: Mapping[str, str], key: str) -> dict[str, Any]:
+    """A table that a file's metadata holds as JSON.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return dict(json.loads(about[key]))
+    except (ValueError, TypeError, RecursionError):
+        raise ConfigError(f"{path}: its metadata {key} is damaged; export the model again") from None
 
 
 def _prediction_type(path: Path, family: str, about: Mapping[str, str]) -> str:

@@ -122,7 +122,8 @@ def configure(
         _open_data(val_data_dir, recipe, encoders, "val_data_dir")
     parent = parents.load_parent(init_from, weights=init_weights) if init_from else None
     if parent is not None:
-        parents.check_parent_fits(parent, _learned_before(family, recipe, networks))
+        told = "prediction_type" in changes and parent.networks.prediction_type == networks.prediction_type
+        parents.check_parent_fits(parent, networks if told else _learned_before(family, recipe, networks))
     ranks = launch.devices("auto") if devices == "auto" else devices
     counts = (ranks, running.get("num_nodes", 1))
     values = {
@@ -150,6 +151,8 @@ def _recipe(family: Preset, stage: str, overrides: Mapping[str, Any] | None, **c
     """
     changes = {**(overrides or {}), **{key: value for key, value in chosen.items() if value is not None}}
     recipe = presets.stage(family, stage, changes)
+    if recipe.lora is not None and recipe.parent is None:
+        raise ConfigError(f"stage {stage!r} starts from random weights, and lora changes a model that is there; take a stage with a parent")
     networks = presets.networks(family, recipe)
     models.check_networks(networks)
     check_resolution(recipe.resolution, vae_factor=places.vae_factor(networks), unet_factor=models.unet_factor(networks))
@@ -199,8 +202,11 @@ def estimate(
     """
     family = presets.get(preset)
     changes, recipe, networks = _recipe(family, stage, overrides, global_batch_size=global_batch_size, precision=precision)
-    ranks = launch.devices("auto") if devices == "auto" else int(devices)
-    world_size, micro = ranks * num_nodes, micro_batch_size or _share(recipe, (ranks, num_nodes))
+    ranks = launch.devices("auto") if devices == "auto" else devices
+    _check_counts(devices=ranks, num_nodes=num_nodes, max_steps=max_steps, micro_batch_size=micro_batch_size)
+    if expected_samples_per_second is not None and not 0 < expected_samples_per_second < math.inf:
+        raise ConfigError(f"expected_samples_per_second={expected_samples_per_second!r} cannot be used; give a number above 0")
+    world_size, micro = int(ranks) * num_nodes, micro_batch_size or _share(recipe, (ranks, num_nodes))
     accumulation_steps(recipe.global_batch_size, micro, world_size=world_size)
     counts = models.count_parameters(family)
     asked: dict[str, Any] = {"world_size": world_size, "strategy": strategy, "gradient_checkpointing": gradient_checkpointing}
@@ -226,6 +232,12 @@ def estimate(
             for name, rate in rates.items()
         },
     )
+
+
+def _check_counts(**counts: Any) -> None:
+    for name, count in counts.items():
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ConfigError(f"{name}={count!r} cannot be used; give a whole number from 1 up")
 
 
 def check_parent(recipe: Stage, stage: str, init_from: str | None) -> None:

@@ -6,13 +6,13 @@ import hashlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from diffusers import UNet2DConditionModel
 
 from sdlab import encoders, files, lora, places, runs, single
-from sdlab.config import ConfigError, Lora, Model, Networks, NoiseSchedule, TrainConfig, build, resolve_path
+from sdlab.config import ConfigError, Lora, Networks, NoiseSchedule, TrainConfig, build, resolve_path
 
 FAMILY = {
     "unet": ("UNet2DConditionModel",),
@@ -169,9 +169,9 @@ def _describe_pipeline(folder: Path, path: str, *, weights: str, name: str) -> S
     unet_files = files.weight_files(folder / "unet")
     ours = folder / "sdlab.json"
     if ours.is_file():
-        note = build(_Note, files.read_json(ours), where=str(ours))
+        note = build(single.Note, files.read_json(ours), where=str(ours))
     else:
-        note = _Note(weights="raw", step=0, resolution=_native_resolution(folder, networks))
+        note = single.Note(weights="raw", step=0, resolution=_native_resolution(folder, networks))
     if weights not in ("auto", note.weights):
         raise ConfigError(f"pipeline {folder} holds the {note.weights!r} weights only; use weights={note.weights!r}")
     return Stored(
@@ -211,14 +211,6 @@ def _licence(card: Path) -> str:
         table = yaml.safe_load(card.read_text(encoding="utf-8").removeprefix("---\n").split("\n---\n")[0])
         return str(table.get("license") or "")
     return ""
-
-
-class _Note(Model):
-    """What a run says of the pipeline that it exports, in `sdlab.json`."""
-
-    weights: Literal["ema", "raw"]
-    step: int
-    resolution: int
 
 
 def _pipeline_networks(folder: Path, *, zeros: bool) -> Networks:

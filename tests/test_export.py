@@ -12,7 +12,7 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from sdlab import diffusion, export, files, models, parts, presets, sample, single, stored
+from sdlab import diffusion, export, files, models, parents, parts, presets, sample, single, stored
 from sdlab.config import ConfigError
 
 FAMILIES = ("sd15_tiny", "sd20_tiny", "sdxl_tiny")
@@ -177,6 +177,40 @@ def test_a_file_that_is_not_whole_leaves_nothing_behind(drawn, tmp_path: Path, m
     with pytest.raises(ConfigError, match=message) as caught:
         stored.find(str(path))
     assert "x.safetensors" in str(caught.value) and not list((tmp_path / "kept").rglob("*.*"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("sdlab.networks", "{", r"x\.safetensors: its metadata sdlab\.networks is damaged"),
+        ("sdlab.networks", "[" * 100_000, r"x\.safetensors: its metadata sdlab\.networks is damaged"),
+        ("sdlab.networks", "[1, 2]", r"x\.safetensors: its metadata sdlab\.networks is damaged"),
+        ("sdlab.note", "5", r"x\.safetensors: its metadata sdlab\.note is damaged"),
+        ("sdlab.note", '{"weights": "ema", "step": -5, "resolution": 64}', r"x\.safetensors: sdlab\.note: step: .*given: -5"),
+    ],
+)
+def test_metadata_that_is_damaged_is_named_with_its_file(drawn, tmp_path: Path, key: str, value: str, message: str) -> None:
+    source = drawn["sd15_tiny"][0] / export.SINGLE_FILE
+    save_file(load_file(source), tmp_path / "x.safetensors", metadata={**files.metadata(source), key: value})
+    with pytest.raises(ConfigError, match=message):
+        stored.find(str(tmp_path / "x.safetensors"))
+
+
+def test_sizes_in_metadata_that_are_none_are_named_with_the_file(drawn, tmp_path: Path) -> None:
+    source = drawn["sd15_tiny"][0] / export.SINGLE_FILE
+    about = files.metadata(source)
+    networks = json.loads(about["sdlab.networks"])
+    networks["vae"]["block_out_channels"] = "wide"
+    save_file(load_file(source), tmp_path / "x.safetensors", metadata={**about, "sdlab.networks": json.dumps(networks)})
+    with pytest.raises(ConfigError, match=r"x\.safetensors"):
+        stored.find(str(tmp_path / "x.safetensors"))
+
+
+def test_a_parent_of_another_family_is_refused_in_both_directions(drawn) -> None:
+    for parent, stage in (("sd15_tiny", "sdxl_tiny"), ("sdxl_tiny", "sd15_tiny")):
+        found = parents.load_parent(str(drawn[parent][0]))
+        with pytest.raises(ConfigError, match=r"text_encoder_2: .* in the parent, .* in the stage"):
+            parents.check_parent_fits(found, presets.get(stage).networks)
 
 
 def test_what_is_no_safetensors_file_is_named(tmp_path: Path) -> None:

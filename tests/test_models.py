@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,3 +107,20 @@ def test_only_a_run_folder_has_checkpoints() -> None:
 def test_the_shipped_weights_have_the_hashes_of_their_card() -> None:
     about = json.loads((places.TINY_DIR / "components.json").read_text())
     assert {part: files.hash_weights(places.TINY_DIR / part) for part in about["sha256"]} == about["sha256"]
+
+
+@pytest.mark.parametrize(
+    ("networks", "message"),
+    [
+        ({"frozen": "random"}, "have to say what to draw"),
+        ({"frozen": "random", "vae": {"bogus": 3}, "text_encoders": [{"hidden_size": 32}]}, "do not make frozen parts.*bogus"),
+        ({"frozen": "/nowhere/at/all"}, "there is nothing at /nowhere/at/all"),
+    ],
+)
+def test_frozen_parts_that_cannot_be_had_are_told_and_leave_nothing(
+    networks: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "KEPT", tmp_path / "kept")
+    with pytest.raises(ConfigError, match=message):
+        parts.load_frozen(TINY.networks.model_copy(update=networks))
+    assert not list((tmp_path / "kept").rglob("*.*")) and not list((tmp_path / "kept" / "random").glob("*"))

@@ -54,7 +54,11 @@ def test_low_rank_and_checkpointing_take_less() -> None:
         ({"stage": "v1_3_512"}, "stage 'v1_3_512' is not in preset 'sd15'"),
         ({"overrides": {"resolution": 200}}, "resolution=200 cannot be halved evenly: it has to be a multiple of 64"),
         ({"strategy": "zero"}, "strategy='zero' is not known"),
-        ({"expected_samples_per_second": -1.0}, "samples_per_second=-1.0 cannot be used"),
+        ({"expected_samples_per_second": 0.0}, "expected_samples_per_second=0.0 cannot be used"),
+        ({"num_nodes": 0}, "num_nodes=0 cannot be used; give a whole number from 1 up"),
+        ({"micro_batch_size": 0}, "micro_batch_size=0 cannot be used"),
+        ({"max_steps": 0}, "max_steps=0 cannot be used"),
+        ({"overrides": {"lora": {"rank": 4}}}, "lora changes a model that is there; take a stage with a parent"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_the_plan(given: dict[str, object], message: str) -> None:
