@@ -1,8 +1,12 @@
 """What all tests share: quiet threads, a terminal's signals, small sets of pictures and scenes, and the frozen parts."""
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="sdlab-tests-")  # parts that are drawn or unpacked are kept below it
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +18,8 @@ import pytest
 
 if TYPE_CHECKING:
     from sdlab.parts import Frozen
+
+atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 # nohup and a shell's background jobs start with these ignored, and what is ignored the engine leaves alone
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
