@@ -115,13 +115,16 @@ def _count(module: nn.Module) -> int:
 
 
 def hand_over(unet: UNet2DConditionModel, weights: Mapping[str, Tensor], *, source: str) -> None:
-    """Copy weights into the UNet; every key has to be there with its shape.
+    """Copy weights into the UNet; every key has to be there with its shape, and every number has to be finite.
 
     Raises:
-        ConfigError: as `check_fit`.
+        ConfigError: as `check_fit`, or with the keys that hold others.
     """
     read = dict(weights)
     check_fit(unet.state_dict(), read, source=source)
+    broken = [key for key, tensor in read.items() if not torch.isfinite(tensor).all()]
+    if broken:
+        raise ConfigError(f"the weights of {source} are not finite, as float16 makes of large ones: {', '.join(broken[:5])}")
     unet.load_state_dict(read)
 
 

@@ -86,6 +86,8 @@ def describe(path: Path) -> tuple[Networks, dict[str, Any]]:
         networks = build(Networks, _table(path, about, NETWORKS), where=f"{path}: {NETWORKS}")
         return networks, {} if note is None else note.model_dump()
     tensors = files.Tensors([path])
+    if any(".lora_" in key for key in tensors):
+        raise ConfigError(f"{path} is a low-rank change alone; give the model that it changes, or the export/ of the run that made it")
     try:
         family = ldm.family(tensors.shapes())
     except ConfigError as error:

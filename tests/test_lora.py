@@ -285,6 +285,12 @@ def test_a_change_of_a_parent_that_is_another_one_now_is_refused(tuned, tmp_path
     assert models.load(str(tmp_path / "run/export"), weights="auto").step == 1
 
 
+@pytest.mark.parametrize("name", [lora.PEFT_FILE, lora.KOHYA_FILE])
+def test_a_change_alone_is_no_model(tuned, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is a low-rank change alone; give the model that it changes"):
+        models.load(str(tuned[0] / "export/lora" / name), weights="auto")
+
+
 def test_a_change_without_something_to_change_is_refused(tuned, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give init_from"):
         tuned[1](tmp_path / "run", init_from=None)

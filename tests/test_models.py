@@ -68,6 +68,13 @@ def test_hand_over_lists_every_key_that_does_not_fit() -> None:
         models.hand_over(unet, weights, source="x")
 
 
+def test_weights_that_are_not_finite_are_refused_with_their_names() -> None:
+    unet = models.build_unet(TINY.networks)
+    weights = {**unet.state_dict(), "conv_in.bias": unet.state_dict()["conv_in.bias"] / 0}
+    with pytest.raises(ConfigError, match=r"the weights of x are not finite.*: conv_in\.bias"):
+        models.hand_over(unet, weights, source="x")
+
+
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is neither a run folder, a pipeline folder nor a \.safetensors file"):
         models.load(str(tmp_path))
