@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,8 @@ def test_kills_at_growing_delays_leave_no_process_and_the_same_cache(
     for delay in (0.1, 0.2, 0.4, 0.7, 1.0, 1.4):
         started = starter.start(source, data, mark=mark, num_workers=2)
         time.sleep(delay)
-        started.kill()
+        with suppress(ProcessLookupError):  # a fast machine may be done with what was left
+            started.kill()
         until(lambda: not left(mark))
         assert whole(data).items() >= before.items()
         before = whole(data)
