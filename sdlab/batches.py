@@ -149,7 +149,7 @@ class Batches:
         return TextStates(embeds, None if null is None or pooled is None else torch.where(dropped[:, -1:], null, pooled))
 
     def _add_time_ids(self, rows: Mapping[str, Any], dropped: Tensor) -> Tensor | None:
-        if self.networks.unet.get("addition_embed_type") != "text_time":
+        if not self.networks.takes_sizes:
             return None
         sizes = torch.from_numpy(np.concatenate([rows["original_size"], rows["crop"], rows["target_size"]], axis=1)).long()
         return torch.where(dropped.repeat_interleave(2, dim=1), -1, sizes)

@@ -49,7 +49,7 @@ SIZES = {
 
 def make_tokenizer() -> CLIPTokenizer:
     """The tokenizer of the built-in family, which knows a sixth of CLIP's merges."""
-    return single.make_tokenizer(512 + MERGES + 2, CONTEXT)
+    return single.make_tokenizer({"vocab_size": 512 + MERGES + 2, "max_position_embeddings": CONTEXT})
 
 
 def tokenize(tokenizer: CLIPTokenizer, captions: Iterable[str]) -> torch.Tensor:

@@ -135,6 +135,11 @@ class Networks(Model):
     null_condition: Literal["empty_text", "zeros"] = "empty_text"
     """What stands for no caption, in training and in guidance: what the encoders say of "", or zeros."""
 
+    @property
+    def takes_sizes(self) -> bool:
+        """Whether the UNet takes sizes and crops of pictures and pooled text beside the text, as SDXL's does."""
+        return self.unet.get("addition_embed_type") == "text_time"
+
     @model_validator(mode="after")
     def _last_timestep_says_something(self) -> Self:
         if self.noise_schedule.rescale_betas_zero_snr and self.prediction_type == "epsilon":

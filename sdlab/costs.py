@@ -81,7 +81,7 @@ def activation_bytes(
     Raises:
         ConfigError: an unknown word, a resolution that cannot be halved evenly, or arguments that make no UNet.
     """
-    _check_positive(micro_batch_size=micro_batch_size)
+    check_positive(micro_batch_size=micro_batch_size)
     ran = forward(networks, resolution, precision=precision, device_type=device_type, lora=lora)
     if not gradient_checkpointing:
         return ran.kept.sample * micro_batch_size + max(ran.kept.copies, ran.cached)
@@ -118,7 +118,7 @@ def memory(
         ConfigError: as `activation_bytes`, or a target of the adapter that no layer has.
     """
     check_word("strategy", strategy, get_args(Strategy))
-    _check_positive(world_size=world_size)
+    check_positive(world_size=world_size)
     sizes, trained = _sizes(networks.model_dump_json(), recipe.lora and recipe.lora.model_dump_json())
     shards, copies = (world_size, 1) if strategy == "fsdp" else (1, 1 if world_size == 1 else 2)
     moment_bytes = 2 * MOMENT_BYTES[recipe.optimizer_states]
@@ -274,7 +274,7 @@ def throughput(
     Raises:
         ConfigError: as `activation_bytes`, or numbers that cannot be.
     """
-    _check_positive(device_flops=device_flops, utilisation=utilisation, world_size=world_size)
+    check_positive(device_flops=device_flops, utilisation=utilisation, world_size=world_size)
     if utilisation > 1:
         raise ConfigError(f"utilisation={utilisation!r} is more than all of a device; give a share, as in 0.3")
     flops = (4 if gradient_checkpointing else 3) * forward_flops(networks, resolution)
@@ -297,7 +297,7 @@ def cost(*, samples: int, samples_per_second: float, world_size: int, price_per_
     Raises:
         ConfigError: numbers that are not above 0.
     """
-    _check_positive(samples=samples, samples_per_second=samples_per_second, world_size=world_size)
+    check_positive(samples=samples, samples_per_second=samples_per_second, world_size=world_size)
     if price_per_device_hour is not None and not 0 <= price_per_device_hour < math.inf:
         raise ConfigError(f"price_per_device_hour={price_per_device_hour!r} cannot be used; give 0 or more, or None")
     hours = samples / samples_per_second / 3600
@@ -305,7 +305,12 @@ def cost(*, samples: int, samples_per_second: float, world_size: int, price_per_
     return Cost(hours / 24, spent, None if price_per_device_hour is None else spent * price_per_device_hour)
 
 
-def _check_positive(**values: float) -> None:
+def check_positive(**values: float) -> None:
+    """Refuse numbers that are not above 0, or have no end.
+
+    Raises:
+        ConfigError: with their names.
+    """
     wrong = [f"{name}={value!r}" for name, value in values.items() if not 0 < value < math.inf]
     if wrong:
         raise ConfigError(f"{', '.join(wrong)} cannot be used; give numbers above 0")

@@ -145,9 +145,14 @@ def size_of(shard: TextShard | RowShard, frozen: Frozen, config: PrepareConfig) 
     """Bytes of a shard, about."""
     if isinstance(shard, RowShard):
         return len(shard.keys) * (2 * math.prod(moments_shape(frozen, shard.shape)) + 64)
-    widths = frozen.text_widths
-    states = 2 * (frozen.max_tokens * sum(widths) + frozen.pooled_width) if config.text_states else 0
-    return len(shard.keys) * (states + 4 * frozen.max_tokens * len(widths) + 256)
+    states = 2 * sum(_state_sizes(frozen).values()) if config.text_states else 0
+    return len(shard.keys) * (states + 4 * frozen.max_tokens * len(frozen.text_encoders) + 256)
+
+
+def _state_sizes(frozen: Frozen) -> dict[str, int]:
+    """Numbers in each column of the text states of a caption."""
+    sizes = {"prompt_embeds": frozen.max_tokens * sum(frozen.text_widths), "pooled_prompt_embeds": frozen.pooled_width}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def moments_shape(frozen: Frozen, shape: crops.Shape) -> tuple[int, int, int]:
@@ -191,8 +196,7 @@ def _text_chunks(shard: TextShard, old: cache.Old, frozen: Frozen, bar: Any, *, 
 
 def _states(places: np.ndarray, ids: torch.Tensor, old: cache.Old, frozen: Frozen) -> dict[str, np.ndarray]:
     """Text states by column, taken over where they are there already."""
-    sizes = {"prompt_embeds": frozen.max_tokens * sum(frozen.text_widths), "pooled_prompt_embeds": frozen.pooled_width}
-    columns = {name: np.empty((len(ids), size), np.float16) for name, size in sizes.items() if size}
+    columns = {name: np.empty((len(ids), size), np.float16) for name, size in _state_sizes(frozen).items()}
     for row in np.flatnonzero(places >= 0):
         for name, values in old.row(places[row], list(columns)).items():
             columns[name][row] = values

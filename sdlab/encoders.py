@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import CLIPTextConfig
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from sdlab import files, ldm
 from sdlab.config import ConfigError
 
+KINDS = (CLIPTextModel, CLIPTextModelWithProjection)
+"""transformers' classes of the first and the second text encoder."""
 OPEN_CLIP, OPEN_CLIP_CONFIG = "open_clip_model.safetensors", "open_clip_config.json"
 """The names under which open_clip's models lie on the hub."""
 

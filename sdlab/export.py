@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DDIMScheduler, ModelMixin
+from diffusers import ModelMixin
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from sdlab import cache, files, lora, parts, presets, runs, single
 from sdlab.config import ConfigError, Lora, TrainConfig
+from sdlab.encoders import KINDS
 from sdlab.models import TextToImage
 
 SINGLE_FILE = "single_file.safetensors"
@@ -23,7 +23,6 @@ PREFIX = "text_model."
 """Of a text encoder's key names: transformers leaves it out today, and older loaders need it."""
 ARCHITECTURES = {(768,): "stable-diffusion-v1", (1024,): "stable-diffusion-v2", (768, 1280): "stable-diffusion-xl-v1-base"}
 """How the model specification of single files calls families, by the widths of their text encoders."""
-SPEC = {"epsilon": "epsilon", "v_prediction": "v", "sample": "x0"}
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,8 @@ def save_pipeline(folder: Path, model: TextToImage) -> None:
     Part by part, as `StableDiffusionPipeline.save_pretrained` does: importing that class takes longer than saving.
     """
     model.unet.register_to_config(sample_size=model.resolution // model.frozen.vae_factor)  # the size that diffusers draws unasked
-    pieces: dict[str, Any] = {**dict(_networks(model)), "scheduler": _scheduler(model)}
-    pieces |= dict(zip(("tokenizer", "tokenizer_2"), model.frozen.tokenizers, strict=False))
+    pieces: dict[str, Any] = {**dict(_networks(model)), "scheduler": single.scheduler(model.networks)}
+    pieces |= dict(zip(files.TOKENIZERS, model.frozen.tokenizers, strict=False))
     for name, piece in pieces.items():
         save_part(piece, folder / name)
     runs.write_json(folder / "model_index.json", single.index(model.networks, len(model.frozen.text_encoders)))
@@ -114,19 +113,9 @@ def _note(model: TextToImage) -> dict[str, Any]:
     return {"weights": model.weights, "step": model.step, "resolution": model.resolution}
 
 
-def _scheduler(model: TextToImage) -> DDIMScheduler:
-    return DDIMScheduler(
-        **model.networks.noise_schedule.model_dump(),
-        prediction_type=model.networks.prediction_type,
-        clip_sample=False,
-        set_alpha_to_one=False,
-        steps_offset=1,
-    )
-
-
 def save_part(part: Any, folder: Path) -> None:
     """Write one part of a pipeline in its own library's layout, without the path that it was once loaded from."""
-    if isinstance(part, CLIPTextModel | CLIPTextModelWithProjection):
+    if isinstance(part, KINDS):
         part.config.save_pretrained(folder)
         tensors = {_historic(key): tensor.contiguous() for key, tensor in part.state_dict().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -172,7 +161,7 @@ def _metadata(model: TextToImage, origin: Origin, networks: str) -> dict[str, st
         "modelspec.date": runs.now(),
         "modelspec.license": origin.licence,
         "modelspec.resolution": f"{model.resolution}x{model.resolution}",
-        single.PREDICTION: SPEC[model.networks.prediction_type],
+        single.PREDICTION: single.SPEC[model.networks.prediction_type],
         single.NETWORKS: networks,
         single.NOTE: json.dumps(_note(model)),
         "sdlab.lineage_sha256": origin.lineage_hash,

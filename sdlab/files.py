@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
+import tempfile
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +24,20 @@ from sdlab.config import ConfigError
 
 NAMES = ("diffusion_pytorch_model", "model")
 """How diffusers and transformers name files of weights."""
-ENCODERS = ("text_encoder", "text_encoder_2")
-"""diffusers' names of text encoders."""
+ENCODERS, TOKENIZERS = ("text_encoder", "text_encoder_2"), ("tokenizer", "tokenizer_2")
+"""diffusers' names of text encoders and of their tokenizers."""
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")
 KEPT = Path(HF_HOME) / "sdlab"
 """Where parts are kept that were made from something else: drawn at random, or taken out of a single file."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/\w[\w.-]*")
 HUB_WEIGHTS = ("config.json", "*model.safetensors", "*model-*-of-*.safetensors", "*model.safetensors.index.json")
 """What is fetched of a network: no pickles, and one copy of the weights where there are several."""
+HUB_PARTS = (
+    *(f"{part}/{name}" for part in ("vae", *ENCODERS) for name in HUB_WEIGHTS),
+    *(f"{part}/open_clip*" for part in ENCODERS),
+    *(f"{part}/*.{kind}" for part in TOKENIZERS for kind in ("json", "txt")),
+)
+"""What is fetched of frozen parts."""
 
 
 class Shaped(Mapping[str, Tensor]):
@@ -37,6 +46,68 @@ class Shaped(Mapping[str, Tensor]):
     @abstractmethod
     def shapes(self) -> dict[str, Tensor]:
         """The tensors without data."""
+
+
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors without data; a mapping that offers `shapes()` is asked for them, any other is read tensor by tensor."""
+    offered = getattr(tensors, "shapes", None)
+    return offered() if offered else {name: torch.empty_like(tensors[name], device="meta") for name in tensors}
+
+
+def check_shapes(tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]], said: str) -> None:
+    """Refuse tensors whose names and shapes are not the wanted ones.
+
+    Args:
+        tensors: by name.
+        wanted: shapes by name.
+        said: what is wrong then, which opens the message.
+
+    Raises:
+        ConfigError: missing, surplus or misshapen names, the first twenty of them listed.
+    """
+    problems = [f"missing {key}" for key in wanted if key not in tensors]
+    problems += [f"unknown {key}" for key in tensors if key not in wanted]
+    given = {key: tuple(tensors[key].shape) for key in wanted if key in tensors}
+    problems += [f"{key} is {shape}, not {wanted[key]}" for key, shape in given.items() if shape != wanted[key]]
+    if problems:
+        listed = "; ".join(problems[:20]) + ("; ..." if len(problems) > 20 else "")
+        raise ConfigError(f"{said} ({len(problems)} keys): {listed}")
+
+
+def check_finite(tensors: Mapping[str, Tensor], said: str) -> None:
+    """Refuse numbers that are not finite.
+
+    Args:
+        tensors: by name.
+        said: of what, as in "the weights of x are"; it opens the message.
+
+    Raises:
+        ConfigError: with the first names that hold some.
+    """
+    broken = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+    if broken:
+        raise ConfigError(f"{said} not finite, as float16 makes of large ones: {', '.join(broken[:5])}")
+
+
+def keep(kind: str, made_from: str, make: Callable[[Path], object]) -> Path:
+    """A folder that is made once and kept for as long as nobody removes it.
+
+    Args:
+        kind: of what, the name of the folder above.
+        made_from: what it depends on.
+        make: writes into an empty folder; when it fails nothing is left.
+    """
+    kept = KEPT / kind / hashlib.sha256(made_from.encode()).hexdigest()[:16]
+    if not any(kept.glob("*")):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=kept.parent))
+        try:
+            make(scratch)
+            with suppress(OSError):  # somebody else was first
+                scratch.rename(kept)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return kept
 
 
 class Tensors(Shaped):

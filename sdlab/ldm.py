@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sdlab.config import ConfigError, Networks
-from sdlab.files import Shaped
+from sdlab.files import Shaped, shapes
 from sdlab.layouts import SAME, TEXT_PREFIXES, UNET_PREFIX, CLIPText, Row, check_activation, named_parts, table, text_tower
 
 LEFT_OUT = re.compile(
@@ -44,10 +44,8 @@ class Lazy(Shaped):
         return len(self._recipes)
 
     def shapes(self) -> dict[str, Tensor]:
-        """The tensors without data; a source that offers `shapes()` is asked for them, any other is read tensor by tensor."""
-        offered = getattr(self._source, "shapes", None)
-        used = {each for names, _ in self._recipes.values() for each in names}
-        source = offered() if offered else {name: torch.empty_like(self._source[name], device="meta") for name in used}
+        """The tensors without data, made from those of the source."""
+        source = shapes(self._source)
         return {name: self._make(name, source) for name in self}
 
     def _make(self, name: str, source: Mapping[str, Tensor]) -> Tensor:

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sdlab.config import ConfigError, Lora, Networks, hint
-from sdlab.files import Shaped
+from sdlab.files import Shaped, check_shapes, shapes
+from sdlab.layouts import UNET_PREFIX, table
 
 if TYPE_CHECKING:
     from diffusers import UNet2DConditionModel
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 DOWN, UP = ".lora_A.default.weight", ".lora_B.default.weight"
 """What peft puts behind a layer's name: first down to the rank, then up again."""
 PEFT_FILE, KOHYA_FILE = "pytorch_lora_weights.safetensors", "kohya.safetensors"
-ATTENTION = re.compile(r"(down|mid|up)_block(?:s\.(\d+))?\.attentions\.(\d+)\.(.+)")
+ATTENTION = re.compile(r"(down_blocks\.\d+|mid_block|up_blocks\.\d+)\.attentions\..+")
 
 
 def add(unet: UNet2DConditionModel, lora: Lora, *, seed: int) -> None:
@@ -71,11 +72,6 @@ def layers(tensors: Mapping[str, Tensor], lora: Lora) -> list[str]:
     return [layer for layer in known if any(layer in names for names in found.values())]
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name as it was before `add`, which renames those of the layers that it changes."""
-    return name.replace(".base_layer.", ".")
-
-
 def merged(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], lora: Lora) -> Shaped:
     """The UNet's tensors with the change put in, weight + alpha / rank x up @ down, each made when it is asked for.
 
@@ -87,9 +83,9 @@ def merged(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], lora: Lora
     Raises:
         ConfigError: keys of `adapter` are missing, unknown or misshapen, the first twenty of them listed.
     """
-    offered = getattr(base, "shapes", None)
-    plain = offered() if offered else {name: base[name].to("meta") for name in base}
-    _check(adapter, {key: size for layer in layers(plain, lora) for key, size in _sizes(layer, plain[f"{layer}.weight"], lora)})
+    plain = shapes(base)
+    wanted = {key: size for layer in layers(plain, lora) for key, size in _sizes(layer, plain[f"{layer}.weight"], lora)}
+    check_shapes(adapter, wanted, "the low-rank change does not fit the UNet")
     return _Merged(base, plain, adapter, _alpha(lora) / lora.rank)
 
 
@@ -97,16 +93,6 @@ def _sizes(layer: str, weight: Tensor, lora: Lora) -> Iterator[tuple[str, tuple[
     outputs, inputs, *kernel = weight.shape
     yield f"{layer}{DOWN}", (lora.rank, inputs, *kernel)
     yield f"{layer}{UP}", (outputs, lora.rank, *kernel)
-
-
-def _check(adapter: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    problems = [f"missing {key}" for key in wanted if key not in adapter]
-    problems += [f"unknown {key}" for key in adapter if key not in wanted]
-    given = {key: tuple(adapter[key].shape) for key in wanted if key in adapter}
-    problems += [f"{key} is {size}, not {wanted[key]}" for key, size in given.items() if size != wanted[key]]
-    if problems:
-        listed = "; ".join(problems[:20]) + ("; ..." if len(problems) > 20 else "")
-        raise ConfigError(f"the low-rank change does not fit the UNet ({len(problems)} keys): {listed}")
 
 
 class _Merged(Shaped):
@@ -163,10 +149,12 @@ def _config(lora: Lora) -> dict[str, Any]:
 
 
 def _kohya(halves: Mapping[str, Tensor], lora: Lora, networks: Networks) -> dict[str, Tensor]:
+    theirs = {name: row.theirs for row in table("unet", networks) for name in row.ours} if networks.takes_sizes else {}
     tensors = {}
     for key, tensor in halves.items():
-        layer = key.removesuffix(DOWN).removesuffix(UP)
-        name = f"lora_unet_{(_ldm_name(layer, networks) if _is_sdxl(networks) else layer).replace('.', '_')}"
+        weight = key.removesuffix(DOWN).removesuffix(UP) + ".weight"
+        layer = theirs.get(weight, weight).removeprefix(UNET_PREFIX).removesuffix(".weight")
+        name = f"lora_unet_{layer.replace('.', '_')}"
         tensors[f"{name}.lora_{'up' if key.endswith(UP) else 'down'}.weight"] = tensor
         tensors[f"{name}.alpha"] = torch.tensor(float(_alpha(lora)))
     return tensors
@@ -174,29 +162,12 @@ def _kohya(halves: Mapping[str, Tensor], lora: Lora, networks: Networks) -> dict
 
 def _kohya_notes(lora: Lora, networks: Networks) -> dict[str, str]:
     """What sd-scripts say of a change, by which other programs know which family it is for."""
-    second = bool(networks.unet.get("use_linear_projection")) and not _is_sdxl(networks)
+    second = bool(networks.unet.get("use_linear_projection")) and not networks.takes_sizes
     version = f"sd_v{1 + second}{'_v' if networks.prediction_type == 'v_prediction' else ''}"
     return {
         "ss_network_module": "networks.lora",
         "ss_network_dim": str(lora.rank),
         "ss_network_alpha": str(_alpha(lora)),
-        "ss_base_model_version": "sdxl_base_v1-0" if _is_sdxl(networks) else version,
+        "ss_base_model_version": "sdxl_base_v1-0" if networks.takes_sizes else version,
         "ss_v2": str(second),
     }
-
-
-def _is_sdxl(networks: Networks) -> bool:
-    return networks.unet.get("addition_embed_type") == "text_time"
-
-
-def _ldm_name(layer: str, networks: Networks) -> str:
-    """A layer's name in LDM's UNet, which counts layers through all blocks, and its downsamplers with them."""
-    found = ATTENTION.fullmatch(layer)
-    assert found is not None
-    side, block, place, rest = found.groups()
-    if side == "mid":
-        return f"middle_block.1.{rest}"
-    each = networks.unet.get("layers_per_block", 2)
-    counts = [each] * (int(block) + 1) if isinstance(each, int) else list(each if side == "down" else reversed(each))
-    number = sum(count + 1 for count in counts[: int(block)]) + int(place)
-    return f"input_blocks.{number + 1}.1.{rest}" if side == "down" else f"output_blocks.{number}.1.{rest}"

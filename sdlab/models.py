@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from transformers import CLIPTextConfig
 from transformers.utils.logging import disable_progress_bar
 
-from sdlab import launch, parts, places, stored
+from sdlab import files, launch, parts, places, stored
 from sdlab.config import ConfigError, Networks, Preset
+from sdlab.encoders import KINDS
 
 logging.getLogger("diffusers").setLevel(logging.ERROR)
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -53,7 +54,7 @@ def build_unet(networks: Networks, *, seed: int = 0) -> UNet2DConditionModel:
             unet = UNet2DConditionModel(**networks.unet)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         raise ConfigError(f"networks.unet does not make a UNet: {error}") from None
-    if takes_sizes(networks):
+    if networks.takes_sizes:
         unet.add_time_proj.register_forward_hook(_leave_out_unsaid)
     return unet
 
@@ -76,23 +77,16 @@ def check_networks(networks: Networks) -> None:
     """
     unet_shapes(networks)
     vae, encoders = places.configs(networks)
-    default = inspect.signature(AutoencoderKL).parameters["latent_channels"].default
-    channels, width = vae.get("latent_channels", default), sum(encoder["hidden_size"] for encoder in encoders)
+    channels, width = places.fact(AutoencoderKL, vae, "latent_channels"), sum(encoder["hidden_size"] for encoder in encoders)
     wanted = {"in_channels": channels, "out_channels": channels, "cross_attention_dim": width}
-    given = {name: networks.unet.get(name) for name in wanted}
-    if takes_sizes(networks):
+    if networks.takes_sizes:
         wanted["projection_class_embeddings_input_dim"] = encoders[-1]["projection_dim"] + 6 * networks.unet["addition_time_embed_dim"]
-        given |= {"projection_class_embeddings_input_dim": networks.unet.get("projection_class_embeddings_input_dim")}
+    given = {name: networks.unet.get(name) for name in wanted}
     wrong = [f"{name}={given[name]!r} has to be {value}" for name, value in wanted.items() if given[name] != value]
-    if takes_sizes(networks) != (len(encoders) == 2):
+    if networks.takes_sizes != (len(encoders) == 2):
         wrong.append(f"addition_embed_type={networks.unet.get('addition_embed_type')!r} does not go with {len(encoders)} text encoders")
     if wrong:
         raise ConfigError(f"networks.unet does not fit the frozen parts ({networks.frozen}): {'; '.join(wrong)}")
-
-
-def takes_sizes(networks: Networks) -> bool:
-    """Whether the UNet takes sizes and crops of pictures and pooled text beside the text, as SDXL's does."""
-    return networks.unet.get("addition_embed_type") == "text_time"
 
 
 def unet_factor(networks: Networks) -> int:
@@ -102,12 +96,21 @@ def unet_factor(networks: Networks) -> int:
 
 def count_parameters(preset: Preset) -> dict[str, int]:
     """Numbers of parameters of `unet`, `vae` and `text_encoders`, counted without allocating them."""
-    vae, encoders = places.configs(preset.networks)
-    kinds = (CLIPTextModel, CLIPTextModelWithProjection)
+    return count_networks(preset.networks)
+
+
+def count_networks(networks: Networks) -> dict[str, int]:
+    """As `count_parameters`, of a family's networks."""
+    return {"unet": count_unet(networks), **_count_frozen(json.dumps(places.configs(networks)))}
+
+
+@functools.lru_cache(maxsize=16)
+def _count_frozen(configs: str) -> dict[str, int]:
+    """Remembered, since a run asks more than once."""
+    vae, encoders = json.loads(configs)
     with torch.device("meta"):
-        towers = [kind(CLIPTextConfig(**config)) for kind, config in zip(kinds, encoders, strict=False)]
-        counts = {"vae": _count(AutoencoderKL.from_config(vae)), "text_encoders": sum(map(_count, towers))}
-    return {"unet": count_unet(preset.networks), **counts}
+        towers = [kind(CLIPTextConfig(**config)) for kind, config in zip(KINDS, encoders, strict=False)]
+        return {"vae": _count(AutoencoderKL.from_config(vae)), "text_encoders": sum(map(_count, towers))}
 
 
 def _count(module: nn.Module) -> int:
@@ -122,9 +125,7 @@ def hand_over(unet: UNet2DConditionModel, weights: Mapping[str, Tensor], *, sour
     """
     read = dict(weights)
     check_fit(unet.state_dict(), read, source=source)
-    broken = [key for key, tensor in read.items() if not torch.isfinite(tensor).all()]
-    if broken:
-        raise ConfigError(f"the weights of {source} are not finite, as float16 makes of large ones: {', '.join(broken[:5])}")
+    files.check_finite(read, f"the weights of {source} are")
     unet.load_state_dict(read)
 
 
@@ -150,13 +151,7 @@ def check_fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, sourc
     Raises:
         ConfigError: missing, surplus or misshapen keys, the first twenty of them listed.
     """
-    problems = [f"missing {key}" for key in own if key not in weights]
-    problems += [f"unknown {key}" for key in weights if key not in own]
-    shapes = {key: (tuple(weights[key].shape), tuple(own[key].shape)) for key in own if key in weights}
-    problems += [f"{key} is {given}, not {wanted}" for key, (given, wanted) in shapes.items() if given != wanted]
-    if problems:
-        listed = "; ".join(problems[:20]) + ("; ..." if len(problems) > 20 else "")
-        raise ConfigError(f"the weights of {source} do not fit the UNet ({len(problems)} keys): {listed}")
+    files.check_shapes(weights, {key: tuple(tensor.shape) for key, tensor in own.items()}, f"the weights of {source} do not fit the UNet")
 
 
 def load(model: str, *, weights: str = "ema", checkpoint: str | int = "latest") -> TextToImage:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusers import UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from transformers import CLIPTextConfig
 
 from sdlab import encoders, files, models, parts, places, stored
 from sdlab.config import ConfigError, Networks
@@ -88,12 +89,11 @@ def _frozen_facts(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
     counted = ((token, len(list(group))) for token, group in itertools.groupby(ids))
     return {
         **{part: digest[:16] for part, digest in hashes.items()},
-        "vae.scaling_factor": repr(vae.get("scaling_factor", 0.18215)),
-        "vae.shift_factor": repr(vae.get("shift_factor")),
+        **{f"vae.{name}": repr(places.fact(AutoencoderKL, vae, name)) for name in ("scaling_factor", "shift_factor")},
         **{
-            f"{name}.{fact}": repr(text.get(fact, default))
-            for name, text in zip(files.ENCODERS, told, strict=False)
-            for fact, default in (("hidden_act", "quick_gelu"), ("num_attention_heads", 8))
+            f"{encoder}.{name}": repr(places.fact(CLIPTextConfig, text, name))
+            for encoder, text in zip(files.ENCODERS, told, strict=False)
+            for name in ("hidden_act", "num_attention_heads")
         },
         "null condition": ", ".join(f"{token} x {count}" if count > 1 else str(token) for token, count in counted),
     }
@@ -109,7 +109,7 @@ def hash_content(folder: Path) -> dict[str, str]:
         ConfigError: a part is missing or damaged.
     """
     tokenizers, length = parts.load_tokenizers(folder)
-    ids = {f"tokenizer{end}": parts.token_ids([one], length, TEXTS).tolist() for end, one in zip(("", "_2"), tokenizers, strict=False)}
+    ids = {name: parts.token_ids([one], length, TEXTS).tolist() for name, one in zip(files.TOKENIZERS, tokenizers, strict=False)}
     alone = "text_encoder_2" not in places.names(folder)
     weights = {part: _hash_tensors(folder / part, _stamped(folder / part), alone) for part in places.names(folder) if part not in ids}
     return weights | {part: hashlib.sha256(json.dumps(rows).encode()).hexdigest() for part, rows in ids.items()}

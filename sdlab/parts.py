@@ -13,7 +13,7 @@ import torch
 from diffusers import AutoencoderKL
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTokenizer
 
 from sdlab import captions, encoders, files, launch, places
 from sdlab.config import ConfigError, Networks
@@ -197,10 +197,11 @@ def load_frozen(networks: Networks) -> Frozen:
     folder = places.frozen_folder(networks)
     tokenizers, _ = load_tokenizers(folder)
     for name, tokenizer, told in zip(files.ENCODERS, tokenizers, places.stored_configs(folder)[1], strict=False):
-        _check_vocabulary(folder / name, told.get("vocab_size", 49408), tokenizer)
-    kinds = (CLIPTextModel, CLIPTextModelWithProjection)[: len(tokenizers)]
-    alone = len(kinds) == 1
-    towers = [_load_encoder(kind, folder / name, alone=alone) for kind, name in zip(kinds, files.ENCODERS, strict=False)]
+        _check_vocabulary(folder / name, places.fact(CLIPTextConfig, told, "vocab_size"), tokenizer)
+    alone = len(tokenizers) == 1
+    towers = [
+        _load_encoder(kind, folder / name, alone=alone) for kind, name, _ in zip(encoders.KINDS, files.ENCODERS, tokenizers, strict=False)
+    ]
     return Frozen(
         vae=_load_whole(AutoencoderKL, folder / "vae"),
         text_encoders=tuple(towers),
@@ -233,9 +234,7 @@ def _ready(network: Any, folder: Path) -> Any:
     Raises:
         ConfigError: weights that are not finite.
     """
-    broken = [name for name, tensor in network.state_dict().items() if not torch.isfinite(tensor).all()]
-    if broken:
-        raise ConfigError(f"{folder} holds weights that are not finite, as float16 makes of large ones: {', '.join(broken[:5])}")
+    files.check_finite(network.state_dict(), f"{folder} holds weights that are")
     return network.float().eval().requires_grad_(False)
 
 
@@ -245,8 +244,8 @@ def load_tokenizers(folder: Path) -> tuple[list[CLIPTokenizer], int]:
     Raises:
         ConfigError: one cannot be loaded.
     """
-    length = int(places.stored_configs(folder)[1][0].get("max_position_embeddings", 77))
-    return [_load_tokenizer(folder / part, length) for part in places.names(folder) if part.startswith("tokenizer")], length
+    length = int(places.fact(CLIPTextConfig, places.stored_configs(folder)[1][0], "max_position_embeddings"))
+    return [_load_tokenizer(folder / part, length) for part in places.names(folder) if part in files.TOKENIZERS], length
 
 
 def _load_tokenizer(folder: Path, length: int) -> CLIPTokenizer:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import json
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from transformers import CLIPTextConfig
 
 from sdlab import captions, encoders, files, single
 from sdlab.config import ConfigError, Networks, resolve_path
+from sdlab.encoders import KINDS
 
 TINY_DIR = Path(__file__).parent / "assets" / "tiny"
 """The built-in model as a diffusers pipeline folder, and its judge."""
@@ -54,7 +52,7 @@ def check_layout(folder: Path) -> Path:
 def names(folder: Path) -> tuple[str, ...]:
     """The frozen parts that a folder should hold, in order."""
     second = (folder / "text_encoder_2").is_dir() or (folder / "tokenizer_2").is_dir()
-    return ("vae", *files.ENCODERS[: 2 if second else 1], *(f"tokenizer{end}" for end in ("", "_2")[: 2 if second else 1]))
+    return ("vae", *files.ENCODERS[: 1 + second], *files.TOKENIZERS[: 1 + second])
 
 
 def _find(networks: Networks) -> Path:
@@ -63,7 +61,7 @@ def _find(networks: Networks) -> Path:
     if networks.frozen == "random":
         if not (networks.vae and networks.text_encoders):
             raise ConfigError("networks.frozen is 'random', so networks.vae and networks.text_encoders have to say what to draw")
-        return _drawn(json.dumps([networks.vae, networks.text_encoders], sort_keys=True))
+        return _drawn(networks.vae, networks.text_encoders)
     path = resolve_path(networks.frozen)
     if path.is_file() and path.suffix == ".safetensors":
         return single.unpack(path)
@@ -83,43 +81,31 @@ def _find(networks: Networks) -> Path:
 
 @functools.lru_cache(maxsize=8)
 def _fetched(repository: str, here: Path) -> Path:
-    patterns = [f"{part}/{name}" for part in ("vae", *files.ENCODERS) for name in (*files.HUB_WEIGHTS, "open_clip*")]
-    patterns += [f"tokenizer{end}/*.{kind}" for end in ("", "_2") for kind in ("json", "txt")]
-    return files.fetch(repository, patterns, here=here)
+    return files.fetch(repository, files.HUB_PARTS, here=here)
 
 
-def _drawn(described: str) -> Path:
-    """Parts with random weights, for as long as nobody removes them the same for all who ask."""
-    kept = files.KEPT / "random" / hashlib.sha256(f"{DRAWN} {described}".encode()).hexdigest()[:16]
-    if not (kept / "vae").is_dir():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=kept.parent))
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                _draw(scratch, *json.loads(described))
-            with suppress(OSError):  # somebody else was first
-                scratch.rename(kept)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"networks.vae and networks.text_encoders do not make frozen parts: {captions.error_line(error)}") from None
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    return kept
+def _drawn(vae: dict[str, Any], encoders: Sequence[dict[str, Any]]) -> Path:
+    """Parts with random weights, the same for all who ask."""
+    made_from = f"{DRAWN} {json.dumps([vae, encoders], sort_keys=True)}"
+    try:
+        return files.keep("random", made_from, partial(_draw, vae, encoders))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"networks.vae and networks.text_encoders do not make frozen parts: {captions.error_line(error)}") from None
 
 
-def _draw(folder: Path, vae: dict[str, Any], encoders: Sequence[dict[str, Any]]) -> None:
-    AutoencoderKL(**vae).save_pretrained(folder / "vae")
-    for name, kind, given in zip(files.ENCODERS, (CLIPTextModel, CLIPTextModelWithProjection), encoders, strict=False):
-        config = CLIPTextConfig(**given)
-        kind(config).save_pretrained(folder / name)
-        tokenizer = single.make_tokenizer(config.vocab_size, config.max_position_embeddings, hidden_act=config.hidden_act)
-        tokenizer.save_pretrained(folder / name.replace("text_encoder", "tokenizer"))
+def _draw(vae: dict[str, Any], encoders: Sequence[dict[str, Any]], folder: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoencoderKL(**vae).save_pretrained(folder / "vae")
+        for name, tokenizer, kind, given in zip(files.ENCODERS, files.TOKENIZERS, KINDS, encoders, strict=False):
+            kind(CLIPTextConfig(**given)).save_pretrained(folder / name)
+            single.make_tokenizer(given).save_pretrained(folder / tokenizer)
 
 
 def vae_factor(networks: Networks) -> int:
     """Pixels a side of one latent, as the preset or the config of the frozen VAE says."""
     config = networks.vae or files.read_json(frozen_folder(networks) / "vae" / "config.json")
-    return 2 ** (len(config.get("block_out_channels", [64])) - 1)
+    return 2 ** (len(fact(AutoencoderKL, config, "block_out_channels")) - 1)
 
 
 def configs(networks: Networks) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -160,19 +146,19 @@ def check_configs(networks: Networks) -> None:
 
 
 def _differing(part: str, kind: Any, wanted: dict[str, Any], there: dict[str, Any], facts: Iterable[str]) -> Iterator[str]:
-    for fact in facts:
-        ours, theirs = (_fact(kind, table, fact) for table in (wanted, there))
+    for name in facts:
+        ours, theirs = (fact(kind, table, name) for table in (wanted, there))
         if ours != theirs:
-            yield f"{part}.{fact} is {theirs!r}, not {ours!r}"
+            yield f"{part}.{name} is {theirs!r}, not {ours!r}"
 
 
-def _fact(kind: Any, table: dict[str, Any], fact: str) -> Any:
-    """A value of a config, or the default of its class."""
-    value = table[fact] if fact in table else inspect.signature(kind).parameters[fact].default
+def fact(kind: Any, table: Mapping[str, Any], name: str) -> Any:
+    """A value of a config, or the default of its class, `AutoencoderKL` or `CLIPTextConfig`."""
+    value = table[name] if name in table else inspect.signature(kind).parameters[name].default
     return list(value) if isinstance(value, tuple) else value
 
 
 def hash_frozen(networks: Networks) -> dict[str, str]:
     """SHA-256 of the weights of VAE and text encoders and of the files of tokenizers, by part."""
     folder = frozen_folder(networks)
-    return {part: files.hash_weights(folder / part, "*.*" if part.startswith("tokenizer") else "*.safetensors") for part in names(folder)}
+    return {part: files.hash_weights(folder / part, "*.*" if part in files.TOKENIZERS else "*.safetensors") for part in names(folder)}

@@ -124,7 +124,7 @@ def _epsilon_of(model: models.TextToImage, *, alphas: Tensor, precision: SampleP
     def epsilon(latents: Tensor, timestep: int, text: TextStates) -> Tensor:
         before_each()
         timesteps = torch.full((len(latents),), timestep, device=device)
-        add_time_ids = sizes.expand(len(latents), 6) if models.takes_sizes(model.networks) else None
+        add_time_ids = sizes.expand(len(latents), 6) if model.networks.takes_sizes else None
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
             model_pred = model.unet(latents, timesteps, **text.conditioning(add_time_ids)).sample.float()
         return diffusion.to_epsilon(model_pred, latents, timesteps, alphas=alphas, prediction_type=prediction_type)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
-import shutil
-import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import diffusers
 import yaml
+from diffusers import DDIMScheduler
 from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTokenizer
 
 from sdlab import files, ldm, presets, runs
 from sdlab.config import ConfigError, Model, Networks, build
@@ -27,8 +26,9 @@ NETWORKS = "sdlab.networks"
 NOTE = "sdlab.note"
 """Where it says which weights they are, of what step and resolution."""
 PREDICTION = "modelspec.prediction_type"
-PREDICTION_TYPES = {"epsilon": "epsilon", "eps": "epsilon", "v": "v_prediction", "v_prediction": "v_prediction", "x0": "sample"}
-"""What files say of what their UNet predicts."""
+SPEC = {"epsilon": "epsilon", "v_prediction": "v", "sample": "x0"}
+PREDICTION_TYPES = {**{word: kind for kind, word in SPEC.items()}, "eps": "epsilon", "v_prediction": "v_prediction"}
+"""How what a UNet predicts is said in a file, and what is understood."""
 
 
 class Note(Model):
@@ -46,20 +46,12 @@ def unpack(path: Path) -> Path:
         ConfigError: it is no safetensors file, of no family that is supported, or not whole, or does not say what its UNet predicts.
     """
     stamp = path.stat()
-    named = hashlib.sha256(f"{path} {stamp.st_size} {stamp.st_mtime_ns}".encode()).hexdigest()[:16]
-    kept = files.KEPT / "single" / named
-    if not kept.is_dir():
-        networks, note = describe(path)
-        found = read(path, networks)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=kept.parent))
-        try:
-            _write(scratch, networks, found, note)
-            with suppress(OSError):  # somebody else was first
-                scratch.rename(kept)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    return kept
+    return files.keep("single", f"{path} {stamp.st_size} {stamp.st_mtime_ns}", partial(_unpack, path))
+
+
+def _unpack(path: Path, folder: Path) -> None:
+    networks, note = describe(path)
+    _write(folder, networks, read(path, networks), note)
 
 
 def read(path: Path, networks: Networks) -> dict[str, Mapping[str, Tensor]]:
@@ -133,15 +125,10 @@ def _write(folder: Path, networks: Networks, found: Mapping[str, Mapping[str, Te
     kinds = {"unet": ("UNet2DConditionModel", networks.unet), "vae": ("AutoencoderKL", networks.vae)}
     for part, (kind, arguments) in kinds.items():
         _save(folder / part, files.NAMES[0], {"_class_name": kind, **arguments}, found[part])
-    for name, given in zip(files.ENCODERS, networks.text_encoders, strict=False):
-        config = {"model_type": "clip_text_model", **given}
-        _save(folder / name, files.NAMES[1], config, found[name])
-        length, size = given.get("max_position_embeddings", 77), given.get("vocab_size", 49408)
-        tokenizer = make_tokenizer(size, length, hidden_act=given.get("hidden_act", "quick_gelu"))
-        tokenizer.save_pretrained(folder / name.replace("text_encoder", "tokenizer"))
-    (folder / "scheduler").mkdir()
-    scheduler = {**networks.noise_schedule.model_dump(), "prediction_type": networks.prediction_type}
-    runs.write_json(folder / "scheduler" / "scheduler_config.json", {"_class_name": "DDIMScheduler", **scheduler})
+    for name, tokenizer, given in zip(files.ENCODERS, files.TOKENIZERS, networks.text_encoders, strict=False):
+        _save(folder / name, files.NAMES[1], {"model_type": "clip_text_model", **given}, found[name])
+        make_tokenizer(given).save_pretrained(folder / tokenizer)
+    scheduler(networks).save_pretrained(folder / "scheduler")
     runs.write_json(folder / "model_index.json", index(networks, len(networks.text_encoders)))
     if note:
         runs.write_json(folder / "sdlab.json", dict(note))
@@ -151,6 +138,17 @@ def _save(folder: Path, name: str, config: Mapping[str, Any], tensors: Mapping[s
     folder.mkdir()
     runs.write_json(folder / "config.json", dict(config))
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / f"{name}.safetensors", metadata={"format": "pt"})
+
+
+def scheduler(networks: Networks) -> DDIMScheduler:
+    """The noise schedule and the prediction type as diffusers keeps them."""
+    return DDIMScheduler(
+        **networks.noise_schedule.model_dump(),
+        prediction_type=networks.prediction_type,
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+    )
 
 
 def index(networks: Networks, encoders: int) -> dict[str, Any]:
@@ -180,29 +178,26 @@ def pack(path: Path, networks: Networks, found: Mapping[str, Mapping[str, Tensor
     Raises:
         ConfigError: single files have no names for these networks.
     """
-    together = {name: tensor.contiguous() for part, tensors in found.items() for name, tensor in _named(part, tensors, networks)}
+    renamed = [ldm.to_ldm(part, tensors, networks=networks) for part, tensors in found.items()]
+    together = {name: tensor.contiguous() for tensors in renamed for name, tensor in tensors.items()}
     save_file(together, path, metadata=dict(metadata))
 
 
-def _named(part: str, tensors: Mapping[str, Tensor], networks: Networks) -> Iterable[tuple[str, Tensor]]:
-    return ldm.to_ldm(part, tensors, networks=networks).items()
-
-
-def make_tokenizer(vocabulary_size: int, length: int, *, hidden_act: str = "quick_gelu") -> CLIPTokenizer:
+def make_tokenizer(encoder: Mapping[str, Any]) -> CLIPTokenizer:
     """A CLIP tokenizer of the first merges of the BPE file that open_clip ships, of which 48,894 make CLIP's own 49,408 tokens.
 
     Args:
-        vocabulary_size: tokens in all, start and end included.
-        length: tokens of a text at most.
-        hidden_act: of its text encoder: OpenAI's pads with the end token, OpenCLIP's, which has "gelu", with token 0.
+        encoder: arguments of its text encoder's `CLIPTextConfig`: how many tokens there are, start and end included, and how many a text
+            has at most; OpenAI's pads with the end token, OpenCLIP's, which has "gelu", with token 0.
     """
     from open_clip.tokenizer import bytes_to_unicode, default_bpe
 
+    config = CLIPTextConfig(**encoder)
     letters = list(bytes_to_unicode().values())
     words = [*letters, *(letter + "</w>" for letter in letters)]
     with gzip.open(default_bpe(), "rt", encoding="utf-8") as lines:
-        merges = [tuple(line.split()) for line in lines.read().split("\n")[1 : vocabulary_size - len(words) - 1]]
+        merges = [tuple(line.split()) for line in lines.read().split("\n")[1 : config.vocab_size - len(words) - 1]]
     words += ["".join(pair) for pair in merges]
     vocabulary = {word: index for index, word in enumerate([*words, "<|startoftext|>", "<|endoftext|>"])}
-    pad = {"pad_token": words[0]} if hidden_act == "gelu" else {}
-    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=length, **pad)
+    pad = {"pad_token": words[0]} if config.hidden_act == "gelu" else {}
+    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=config.max_position_embeddings, **pad)

@@ -204,11 +204,11 @@ def estimate(
     changes, recipe, networks = _recipe(family, stage, overrides, global_batch_size=global_batch_size, precision=precision)
     ranks = launch.devices("auto") if devices == "auto" else devices
     _check_counts(devices=ranks, num_nodes=num_nodes, max_steps=max_steps, micro_batch_size=micro_batch_size)
-    if expected_samples_per_second is not None and not 0 < expected_samples_per_second < math.inf:
-        raise ConfigError(f"expected_samples_per_second={expected_samples_per_second!r} cannot be used; give a number above 0")
+    if expected_samples_per_second is not None:
+        costs.check_positive(expected_samples_per_second=expected_samples_per_second)
     world_size, micro = int(ranks) * num_nodes, micro_batch_size or _share(recipe, (ranks, num_nodes))
     accumulation_steps(recipe.global_batch_size, micro, world_size=world_size)
-    counts = models.count_parameters(family)
+    counts = models.count_networks(networks)
     asked: dict[str, Any] = {"world_size": world_size, "strategy": strategy, "gradient_checkpointing": gradient_checkpointing}
     asked |= {"frozen_parameters": counts["vae"] + counts["text_encoders"], "micro_batch_size": micro}
     steps = recipe.schedule_steps if max_steps is None else max_steps
@@ -306,7 +306,7 @@ def _memory(config: TrainConfig) -> costs.Memory:
 
 
 def _asked(config: TrainConfig) -> dict[str, Any]:
-    counts = models.count_parameters(presets.get(config.preset))
+    counts = models.count_networks(config.networks)
     return {
         **{"micro_batch_size": config.micro_batch_size, "world_size": config.world_size, "strategy": config.strategy},
         **{"gradient_checkpointing": config.gradient_checkpointing, "frozen_parameters": counts["vae"] + counts["text_encoders"]},
@@ -335,7 +335,7 @@ def disk_needed(config: TrainConfig, folder: Path) -> int:
 
 def _export_bytes(config: TrainConfig) -> int:
     """A pipeline folder and a single file, in float32."""
-    return 2 * 4 * sum(models.count_parameters(presets.get(config.preset)).values())
+    return 2 * 4 * sum(models.count_networks(config.networks).values())
 
 
 def check_disk(config: TrainConfig, folder: Path) -> None:

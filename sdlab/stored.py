@@ -26,8 +26,8 @@ UNUSED_PARTS = ("scheduler", "safety_checker", "feature_extractor", "image_encod
 """Further parts that a pipeline may have, and that draw nothing."""
 HUB_FILES = [
     *("README.md", "sdlab.json", "scheduler/*.json"),
-    *(f"tokenizer{end}/*.{kind}" for end in ("", "_2") for kind in ("json", "txt")),
-    *(f"{part}/{name}" for part in ("unet", "vae", *files.ENCODERS) for name in files.HUB_WEIGHTS),
+    *(f"unet/{name}" for name in files.HUB_WEIGHTS),
+    *files.HUB_PARTS,
 ]
 """What is fetched of a repository beside its index."""
 
@@ -50,8 +50,9 @@ class Stored:
     """Pixels a side of the pictures that it learned from."""
     networks: Networks
     unet_files: tuple[Path, ...]
-    change: tuple[Path, Lora, Stored] | None = None
-    """A low-rank change that is to be put in, its kind, and what it changes."""
+    """The UNet's weights, or a low-rank change of them."""
+    change: tuple[Lora, Stored] | None = None
+    """Of a low-rank change its kind, and what it is to be put into."""
     licence: str = ""
     """As its model card, or that of what it started from, says; "" where none does."""
 
@@ -61,10 +62,11 @@ class Stored:
         Raises:
             ConfigError: a file is damaged or gone.
         """
+        tensors = files.Tensors(self.unet_files)
         if self.change is None:
-            return files.Tensors(self.unet_files)
-        path, kind, base = self.change
-        return lora.merged(base.state_dict(), files.Tensors([path]), kind)
+            return tensors
+        kind, base = self.change
+        return lora.merged(base.state_dict(), tensors, kind)
 
 
 def find(model: str, *, weights: str = "auto", checkpoint: str | int = "latest") -> Stored:
@@ -147,8 +149,8 @@ def _describe_run(folder: Path, *, weights: str, checkpoint: str | int, name: st
     path = found / ("ema.safetensors" if chosen == "ema" else "weights.safetensors")
     digest, change = runs.file_hash(path), None
     if config.recipe.lora is not None:
-        change = (path, config.recipe.lora, _changed(config, folder))
-        digest = hashlib.sha256(f"{digest} {change[2].weights_hash}".encode()).hexdigest()
+        change = (config.recipe.lora, _changed(config, folder))
+        digest = hashlib.sha256(f"{digest} {config.parent_hash}".encode()).hexdigest()
     return Stored(
         name=name,
         path=str(folder),
@@ -157,7 +159,7 @@ def _describe_run(folder: Path, *, weights: str, checkpoint: str | int, name: st
         weights_hash=digest,
         resolution=config.recipe.resolution,
         networks=config.networks,
-        unet_files=(path,) if change is None else change[2].unet_files,
+        unet_files=(path,),
         change=change,
         licence=_licence_behind(folder),
     )
@@ -232,7 +234,7 @@ def _pipeline_networks(folder: Path, *, zeros: bool) -> Networks:
     }
     networks = build(Networks, values, where=str(folder))
     for part in places.names(places.check_layout(folder)):
-        if not part.startswith("tokenizer") and not encoders.is_open_clip(folder / part):
+        if part not in files.TOKENIZERS and not encoders.is_open_clip(folder / part):
             files.weight_files(folder / part)
     return networks
 

@@ -172,7 +172,7 @@ def _inputs(networks: Networks, resolution: int, dtype: torch.dtype) -> dict[str
             "timestep": torch.empty(1, dtype=torch.int64),
             "encoder_hidden_states": torch.empty(1, tokens, unet.get("cross_attention_dim", 1280), dtype=dtype),
         }
-        if models.takes_sizes(networks):
+        if networks.takes_sizes:
             pooled = unet["projection_class_embeddings_input_dim"] - 6 * unet["addition_time_embed_dim"]
             sizes = torch.empty(1, 6, dtype=torch.int64)
             inputs["added_cond_kwargs"] = {"text_embeds": torch.empty(1, pooled, dtype=dtype), "time_ids": sizes}

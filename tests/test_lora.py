@@ -61,7 +61,7 @@ def adapter(unet: UNet2DConditionModel) -> dict[str, Tensor]:
 
 
 def plain(unet: UNet2DConditionModel) -> dict[str, Tensor]:
-    return {lora.plain_name(name): parameter for name, parameter in unet.named_parameters() if not parameter.requires_grad}
+    return {name.replace(".base_layer.", "."): parameter for name, parameter in unet.named_parameters() if not parameter.requires_grad}
 
 
 def near(one: Tensor, other: Tensor) -> bool:
