@@ -1,6 +1,9 @@
-"""The forward process, the targets of training, and guidance as plain functions."""
+"""The forward process, the targets of training, and what a prediction implies."""
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,22 +63,26 @@ def loss_weights(timesteps: Tensor, *, alphas: Tensor, prediction_type: Predicti
     return (snr.clamp(max=min_snr_gamma) / per_latent_error).float()
 
 
-def to_epsilon(model_pred: Tensor, noisy_latents: Tensor, timesteps: Tensor, *, alphas: Tensor, prediction_type: PredictionType) -> Tensor:
-    """The noise that a prediction of any type implies, (B, C, h, w); `timesteps` is (B,)."""
-    signal, sigma = signal_and_noise(alphas, timesteps)
-    if prediction_type == "epsilon":
-        return model_pred
-    if prediction_type == "v_prediction":
-        return signal * model_pred + sigma * noisy_latents
-    return (noisy_latents - signal * model_pred) / sigma
+class Prediction(NamedTuple):
+    """What noisy latents consist of, in the eyes of a UNet: tensors (B, C, h, w)."""
+
+    denoised: Tensor
+    """The picture."""
+    epsilon: Tensor
+    """The noise."""
 
 
-def constant_guidance(cond: Tensor, uncond: Tensor, guidance_scale: Tensor | float) -> Tensor:
-    """Classifier-free guidance: uncond + guidance_scale x (cond - uncond) (Ho & Salimans 2022, eq. 6 with w = guidance_scale - 1).
+def read_prediction(model_pred: Tensor, noisy_latents: Tensor, *, alpha: float, prediction_type: PredictionType) -> Prediction:
+    """Picture and noise that a prediction of any type implies (Salimans & Ho 2022, appendix D).
 
     Args:
-        cond: epsilon (B, C, h, w) given the prompt.
-        uncond: epsilon (B, C, h, w) given the negative prompt.
-        guidance_scale: one number, or one an image as (B, 1, 1, 1); 1 gives `cond`, 0 gives `uncond`.
+        model_pred: what the UNet says (B, C, h, w).
+        noisy_latents: what it was asked about (B, C, h, w).
+        alpha: their share of signal variance, above 0 and below 1.
     """
-    return uncond + guidance_scale * (cond - uncond)
+    signal, sigma = math.sqrt(alpha), math.sqrt(1 - alpha)
+    if prediction_type == "epsilon":
+        return Prediction((noisy_latents - sigma * model_pred) / signal, model_pred)
+    if prediction_type == "v_prediction":
+        return Prediction(signal * noisy_latents - sigma * model_pred, signal * model_pred + sigma * noisy_latents)
+    return Prediction(model_pred, (noisy_latents - signal * model_pred) / sigma)

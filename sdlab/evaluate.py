@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ import torch
 from pydantic import Field, model_validator
 from torch.nn import functional as F
 
-from sdlab import features, launch, models, parts, runs, sample, scenes, solvers
+from sdlab import features, grids, launch, models, parts, runs, sample, scenes, solvers
 from sdlab.config import ConfigError, Model, SamplePrecision, resolve_path
 
 PROMPT_SEED, HELD_OUT_SEED, REFERENCE_SEED = 1_000_001, 2_000_002, 3_000_003
@@ -42,7 +41,7 @@ class EvaluateConfig(Model):
 
     models: list[str] = Field(["tiny"], min_length=1)
     """Run folders, pipeline folders or "tiny": one curve each."""
-    weights: Literal["ema", "raw"] = "ema"
+    weights: Literal["auto", "ema", "raw"] = "auto"
     checkpoint: int | Literal["latest"] = "latest"
     guidance_scales: list[float] = Field([1, 1.5, 2, 3, 4, 5, 6, 7, 8], min_length=1)
     num_images: int = Field(160, ge=2)
@@ -122,7 +121,7 @@ def evaluate(cfg: EvaluateConfig) -> dict[str, Any]:
         "schema": 1,
         "study": "fid_clip",
         "created": runs.now(),
-        "machine": _machine(loaded[0].frozen.device),
+        "machine": launch.machine(),
         "identity": yardstick.identity,
         "rows": _with_differences(rows, folder),
         "references": _references(loaded, yardstick),
@@ -206,7 +205,7 @@ def _row(
     row = {**about, **_scores(image_features, cosines, checks, yardstick), "contact_sheet": f"scales/{stem.name}.png"}
     row |= {"solver": cfg.solver, "num_inference_steps": cfg.num_inference_steps}
     row |= {"unet_evaluations": solvers.evaluations(cfg.solver, cfg.num_inference_steps)}
-    sample.tile(drawn, columns=8).save(stem.with_name(stem.name + ".png"))
+    grids.tile(drawn, columns=8).save(stem.with_name(stem.name + ".png"))
     arrays = {"features": image_features, "clip_scores": cosines, "pictures": drawn, "prompts": np.array(yardstick.prompts[: len(drawn)])}
     arrays["influence"] = features.frechet_influence(image_features, yardstick.reference)
     _save_arrays(stem.with_name(stem.name + ".npz"), **arrays, **checks)
@@ -403,18 +402,6 @@ def refuse_mixed(rows: Sequence[Mapping[str, Any]]) -> None:
             raise ConfigError(
                 f"these rows were not measured alike and cannot share an axis ({listed}); show them apart or measure them alike"
             )
-
-
-def _machine(device: torch.device) -> dict[str, Any]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {
-        "device": f"{device.type}: {name}",
-        "cpu_count": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.system(),
-    }
 
 
 def _notes(cfg: EvaluateConfig, judge: features.Judge) -> list[str]:

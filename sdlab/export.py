@@ -110,7 +110,8 @@ def _networks(model: TextToImage) -> Iterator[tuple[str, Any]]:
 
 
 def _note(model: TextToImage) -> dict[str, Any]:
-    return {"weights": model.weights, "step": model.step, "resolution": model.resolution}
+    about = {"weights": model.weights, "step": model.step, "resolution": model.resolution}
+    return {**about, "prediction_type": model.networks.prediction_type}
 
 
 def save_part(part: Any, folder: Path) -> None:

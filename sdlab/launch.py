@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -47,6 +48,20 @@ def device() -> torch.device:
         if torch.cuda.is_available()
         else torch.device("cpu")
     )
+
+
+def machine() -> dict[str, Any]:
+    """What this process runs on, for a study's `results.json`."""
+    here = device()
+    name = torch.cuda.get_device_name(here) if here.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "device": f"{here.type}: {name}",
+        "cpu_count": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.system(),
+    }
 
 
 def devices(asked: int | str) -> int:

@@ -154,13 +154,14 @@ def check_fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, sourc
     files.check_shapes(weights, {key: tuple(tensor.shape) for key, tensor in own.items()}, f"the weights of {source} do not fit the UNet")
 
 
-def load(model: str, *, weights: str = "ema", checkpoint: str | int = "latest") -> TextToImage:
+def load(model: str, *, weights: str = "ema", checkpoint: str | int = "latest", frozen: parts.Frozen | None = None) -> TextToImage:
     """Load a model that draws, onto the GPU if there is one.
 
     Args:
         model: "tiny", a run folder, a diffusers pipeline folder, the hub id of one, or a single .safetensors file.
         weights: "ema" or "raw", or "auto" for EMA where there is one; what sdlab did not write counts as "raw".
         checkpoint: "latest" or an optimizer step of a run folder.
+        frozen: the model's frozen parts, where they are loaded already.
 
     Raises:
         ConfigError: as `stored.find`, or weights that are missing, surplus or damaged.
@@ -171,8 +172,8 @@ def load(model: str, *, weights: str = "ema", checkpoint: str | int = "latest") 
         unet = build_unet(found.networks)
     hand_over(unet.to_empty(device="cpu"), found.state_dict(), source=model)
     return TextToImage(
-        frozen=parts.load_frozen(found.networks),
-        unet=unet.eval().requires_grad_(False).to(launch.device()),
+        frozen=frozen or parts.load_frozen(found.networks),
+        unet=unet.eval().requires_grad_(False).to(launch.device(), memory_format=torch.channels_last),
         networks=found.networks,
         name=model,
         weights=found.weights,

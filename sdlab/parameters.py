@@ -35,8 +35,12 @@ class Parameter:
 
 VOCABULARY: dict[str, Parameter] = {
     "allow_uncaptioned": Parameter(bool, "keep pictures that have no caption"),
+    "axes": Parameter(
+        dict[str, Any],
+        "two of checkpoint, prompt, negative_prompt, guidance_scale, guidance, seed, solver and num_inference_steps, each with its values",
+    ),
     "background": Parameter(str, "what transparent pictures are laid on: a colour's name or #rrggbb"),
-    "batch_size": Parameter(int, "rows of one forward"),
+    "batch_size": Parameter(int, "pictures of one forward"),
     "caption_column": Parameter(str | None, "column of the captions; none: found by name"),
     "checkpoint": Parameter(int | Literal["latest"], "latest, or the step of a checkpoint"),
     "crop": Parameter(Literal["center", "random", "buckets"], "the middle square, a random one, or aspect-ratio buckets"),
@@ -52,6 +56,9 @@ VOCABULARY: dict[str, Parameter] = {
     "flip": Parameter(bool, "mirror every second view"),
     "global_batch_size": Parameter(int | None, "samples of one optimizer step; none: the stage's"),
     "gradient_checkpointing": Parameter(bool, "compute activations again in the backward pass: less memory, a third more time"),
+    "guidance": Parameter(
+        str, "constant, interval, rising, rescale or cfgpp, also with numbers as in interval(0.4, 3); or a function as module:function"
+    ),
     "guidance_scale": Parameter(float, "1 is off, 0 unconditional"),
     "guidance_scales": Parameter(list[float], "1 is off, 0 unconditional"),
     "init_from": Parameter(str | None, "run folder, pipeline folder, .safetensors file, hub id or tiny to start from"),
@@ -80,7 +87,9 @@ VOCABULARY: dict[str, Parameter] = {
     "price_per_device_hour": Parameter(float | None, "in any currency, for the plan's cost"),
     "prompts": Parameter(list[str], "what to draw"),
     "rendezvous": Parameter(str | None, "host:port of the first node, where several meet outside SLURM"),
-    "resolution": Parameter(int | list[int], "pixels a side; one or several"),
+    "resolution": Parameter(
+        int | list[int] | None, "pixels a side; 01: one or several; 03: one, or height and width; none: the model's own"
+    ),
     "resume": Parameter(Literal["auto", "never", "must"], "auto: continue a run folder that holds a checkpoint"),
     "run_dir": Parameter(str | None, "run folder; none: named after the stage"),
     "save_every": Parameter(int, "steps between checkpoints"),
@@ -88,6 +97,9 @@ VOCABULARY: dict[str, Parameter] = {
     "size": Parameter(Literal["smoke", "full"], "smoke: seconds, to see that it works"),
     "solver": Parameter(Literal["plms", "ddim", "dpmpp_2m", "euler"], "how the denoising equation is solved"),
     "source": Parameter(str | list[str], "scenes, a path, a hub id, or a list of these"),
+    "spacing": Parameter(
+        Literal["leading", "trailing", "linspace"] | None, "which timesteps the solver visits; none: those that it is known with"
+    ),
     "stage": Parameter(str, "stage of the preset"),
     "stop_grace_s": Parameter(float | None, "seconds that a stop may take; none: 60, or three times the last save"),
     "strategy": Parameter(
@@ -99,7 +111,9 @@ VOCABULARY: dict[str, Parameter] = {
     "val_data_dir": Parameter(str | None, "prepared data that are not trained on; none: no validation, but in 02 without data_dir scenes"),
     "val_every": Parameter(int | None, "steps between validations; none: save_every"),
     "views": Parameter(int, "crops of each picture that are cached"),
-    "weights": Parameter(Literal["ema", "raw"], "the average over training, or the last weights themselves"),
+    "weights": Parameter(
+        Literal["auto", "ema", "raw"], "the average over training, or the last weights themselves; auto: the average where there is one"
+    ),
 }
 
 

@@ -202,8 +202,10 @@ def load_frozen(networks: Networks) -> Frozen:
     towers = [
         _load_encoder(kind, folder / name, alone=alone) for kind, name, _ in zip(encoders.KINDS, files.ENCODERS, tokenizers, strict=False)
     ]
+    vae = _load_whole(AutoencoderKL, folder / "vae")
+    vae.decoder.to(memory_format=torch.channels_last)  # a tenth faster on CPUs, more on GPUs
     return Frozen(
-        vae=_load_whole(AutoencoderKL, folder / "vae"),
+        vae=vae,
         text_encoders=tuple(towers),
         tokenizers=tuple(tokenizers),
         hashes=places.hash_frozen(networks),

@@ -25,6 +25,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFor
 
 from sdlab import evaluate
 from sdlab.config import near_path, resolve_path
+from sdlab.trajectory import Trajectory
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Line colours that also colour-blind readers tell apart."""
@@ -425,6 +426,24 @@ def image_grid(images: np.ndarray, row_labels: Sequence[object], column_labels: 
         wrapped = textwrap.fill(plain(label, 120), 18, max_lines=5, placeholder="\u2026")
         axes.text(-2 * gap, row * (height + gap) + height / 2, wrapped, ha="right", va="center", fontsize=9, parse_math=False)
     return figure
+
+
+def trajectory(followed: Trajectory, title: str = "", *, columns: int = 10) -> Picture:
+    """One image on its way, from left to right: the picture that is seen with and without the prompt, and how far guidance moves it.
+
+    Args:
+        followed: of `trajectory.follow`.
+        title: of the whole.
+        columns: steps shown, evenly spread, the first and the last among them.
+    """
+    shown = np.linspace(0, len(followed.at) - 1, min(columns, len(followed.at))).round().astype(int)
+    height, width = followed.guided.shape[-2:]
+    moved = followed.direction[shown] / max(float(followed.direction.max()), 1e-12)
+    moved = moved.repeat(height // moved.shape[1], axis=1).repeat(width // moved.shape[2], axis=2)
+    grey = np.repeat((moved[:, None] * 255).astype(np.uint8), 3, axis=1)
+    rows = ["seen with the prompt, guided", "seen without the prompt", "how far guidance moves the latents (white: farthest)"]
+    labels = [f"\u03c3 {followed.at[one].sigma:.2g}" for one in shown]
+    return image_grid(np.stack([followed.guided[shown], followed.unguided[shown], grey]), rows, labels, title)
 
 
 def contact_sheet(images: np.ndarray, captions: Sequence[object], title: str = "", *, columns: int = 8) -> Picture:

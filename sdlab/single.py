@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTokenizer
 
 from sdlab import files, ldm, presets, runs
-from sdlab.config import ConfigError, Model, Networks, build
+from sdlab.config import ConfigError, Model, Networks, PredictionType, build
 
 NETWORKS = "sdlab.networks"
 """Where a file says which networks it holds, as the config of a family in JSON; published files do not."""
@@ -37,6 +37,8 @@ class Note(Model):
     weights: Literal["ema", "raw"]
     step: int = Field(ge=0)
     resolution: int = Field(gt=0)
+    prediction_type: PredictionType | None = None
+    """What the UNet has learned to predict; None where nobody says."""
 
 
 def unpack(path: Path) -> Path:
@@ -107,17 +109,23 @@ def _prediction_type(path: Path, family: str, about: Mapping[str, str]) -> str:
         ConfigError: nobody says it of a file of SD 2, where it may be either.
     """
     told, beside = about.get(PREDICTION), path.with_suffix(".yaml")
-    if told is None and beside.is_file():
-        with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
-            told = yaml.safe_load(beside.read_text(encoding="utf-8"))["model"]["params"].get("parameterization", "eps")
+    with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+        config = yaml.safe_load(beside.read_text(encoding="utf-8"))["model"]["params"].get("parameterization", "eps")
+        if told is not None and _known(told) != _known(config):
+            raise ConfigError(f"{path} says that its UNet predicts {told!r}, and {beside.name} beside it {config!r}: one of them is wrong")
+        told = config if told is None else told
     if told is None and family == "sd20":
         raise ConfigError(
             f"{path} holds Stable Diffusion 2 and does not say whether its UNet predicts noise or v: put the published config beside it as "
             f"{beside.name}, with model: {{params: {{parameterization: v}}}} for v"
         )
-    if told is not None and str(told).lower() not in PREDICTION_TYPES:
+    if told is not None and _known(told) is None:
         raise ConfigError(f"{path}: its UNet is said to predict {told!r}; known are {', '.join(PREDICTION_TYPES)}")
-    return PREDICTION_TYPES[str(told).lower()] if told is not None else "epsilon"
+    return _known(told) or "epsilon"
+
+
+def _known(told: object) -> str | None:
+    return PREDICTION_TYPES.get(str(told).lower())
 
 
 def _write(folder: Path, networks: Networks, found: Mapping[str, Mapping[str, Tensor]], note: Mapping[str, Any]) -> None:

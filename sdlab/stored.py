@@ -98,6 +98,11 @@ def find(model: str, *, weights: str = "auto", checkpoint: str | int = "latest")
     )
 
 
+def checkpoints(model: str) -> list[int | str]:
+    """What `checkpoint` may be: "latest", and of a run folder also the steps that it keeps, newest first."""
+    return ["latest", *map(runs.checkpoint_step, runs.checkpoints(resolve_path(model)))]
+
+
 def _locate(model: str) -> tuple[Path, str]:
     """The folder of a model, and how to write down where it came from."""
     if model == "tiny":
@@ -174,12 +179,17 @@ def _describe_pipeline(folder: Path, path: str, *, weights: str, name: str) -> S
         note = build(single.Note, files.read_json(ours), where=str(ours))
     else:
         note = single.Note(weights="raw", step=0, resolution=_native_resolution(folder, networks))
+    if note.prediction_type not in (None, networks.prediction_type):
+        raise ConfigError(
+            f"{folder / 'scheduler' / 'scheduler_config.json'} says that the UNet predicts {networks.prediction_type!r}, but "
+            f"{ours.name} says that it has learned {note.prediction_type!r}; put that back"
+        )
     if weights not in ("auto", note.weights):
         raise ConfigError(f"pipeline {folder} holds the {note.weights!r} weights only; use weights={note.weights!r}")
     return Stored(
         name=name,
         path=path,
-        **note.model_dump(),
+        **note.model_dump(exclude={"prediction_type"}),
         weights_hash=files.hash_files(unet_files),
         networks=networks,
         unet_files=tuple(unet_files),

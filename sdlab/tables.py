@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sdlab import costs, evaluate, presets, stages
+from sdlab import album, costs, evaluate, presets, stages
 from sdlab.config import Preset, TrainConfig, near_path
 
 Row = Mapping[str, Any]
@@ -226,11 +226,21 @@ def run_table(config: TrainConfig, plan: stages.Plan) -> Table:
     return Table(("setting", "value", "unit"), tuple(rows), marked)
 
 
+def work_table(grid: album.Grid) -> Table:
+    """What the pictures of each column of a grid take of the UNet, on average."""
+    columns = list(zip(*grid.work, strict=True))
+    rows = [
+        (label, *(sum(getattr(one, name) for one in column) / len(column) for name in ("evaluations", "rows")))
+        for label, column in zip(grid.column_labels, columns, strict=True)
+    ]
+    return Table(("pictures", "UNet evaluations", "UNet rows"), tuple(rows))
+
+
 def reader_table(verdicts: Sequence[Row]) -> Table:
     """What the exact reader says of a grid of pictures: a row a prompt, a column a guidance scale.
 
     Args:
-        verdicts: of `sample.read_grid`: rows with equal names.
+        verdicts: of `grids.read_grid`: rows with equal names.
     """
     columns = tuple(verdicts[0]) if verdicts else ("nothing to read: the reader knows captions of scenes at 64 pixels",)
     return Table(columns, tuple(tuple(verdict[name] for name in columns) for verdict in verdicts))

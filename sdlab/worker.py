@@ -8,6 +8,7 @@ written to the folder. No rank outlives it.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 SET_PARENT_DEATH_SIGNAL = 1
+VERBS = {"prepare": "prepare", "train": "train", "sample": "album"}
+"""The module that does the work of each verb."""
 SUPERVISOR = "SDLAB_SUPERVISOR"
 """The environment variable that tells a rank the process id of its supervisor."""
 
@@ -196,14 +199,8 @@ def _read_job(folder: Path) -> dict[str, Any]:
 
 
 def _do(job: dict[str, Any], rank: int, world_size: int) -> None:
-    if job["verb"] == "prepare":
-        from sdlab import prepare
-
-        prepare.work(job, rank=rank, world_size=world_size)
-    else:
-        from sdlab import train
-
-        train.work(job, rank=rank, world_size=world_size)
+    verb = importlib.import_module(f"sdlab.{VERBS[job['verb']]}")
+    verb.work(job, rank=rank, world_size=world_size)
 
 
 def _write_error(path: Path, rank: int, error: BaseException) -> None:

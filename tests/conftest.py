@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="sdlab-tests-")  # parts that are drawn or unpacked are kept below it
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
@@ -47,6 +48,14 @@ def scenes_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "scenes"
     prepare.prepare(prepare.configure(preset="tiny", source="scenes", data_dir=str(folder), resolution=[32, 64], limit=40))
     return folder
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder that goes when the module's tests are done."""
+    folder = tmp_path_factory.mktemp("scratch")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The panel in a real JupyterLab, driven by a headless Chromium: knobs, pictures, Stop, hostile prompts."""
+"""The panel in a real JupyterLab, driven by a headless Chromium: knobs, pictures, enlarging, Stop, recall, hostile prompts."""
 
 import contextlib
 import json
@@ -42,10 +42,11 @@ def need(there, what):
 
 
 def small_copy(folder):
-    """Notebook 03 with one prompt and two scales, as somebody would type them into its parameters cell."""
+    """Notebook 03 with one prompt, two scales and two steps, as somebody would type them into its parameters cell."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     cell = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
-    small = ["prompts = ['an owl']", "guidance_scales = [1.0, 2.0]", "num_inference_steps = 2", f"study_dir = {str(folder / 'study')!r}"]
+    small = ["prompts = ['an owl']", "guidance_scales = [1.0, 2.0]", "guidance_scale = 2.0", "num_inference_steps = 2"]
+    small += ["axes = {'solver': ['ddim'], 'num_inference_steps': [2]}", f"study_dir = {str(folder / 'study')!r}"]
     cell.source += "\n" + "\n".join(small)
     nbformat.write(notebook, folder / "panel.ipynb")
 
@@ -94,63 +95,151 @@ def wait_for_server(address, server, log):
     pytest.fail(f"JupyterLab does not answer: {log.read_text()[-2000:]}")
 
 
-@pytest.fixture
-def page(tmp_path):
-    """Notebook 03, run from top to bottom in a browser; what the page itself raises fails the test."""
+@pytest.fixture(scope="module")
+def lab(scratch):
+    """Notebook 03, run from top to bottom in a browser, and what its page complained of."""
     need(CHROMIUM, "chromium")
     try:
-        from playwright.sync_api import sync_playwright
+        from playwright.sync_api import expect, sync_playwright
     except ImportError:
         need(False, "playwright")
     errors = []
-    with jupyterlab(tmp_path) as address, sync_playwright() as playwright:
-        profile = str(tmp_path / "chromium")
+    with jupyterlab(scratch) as address, sync_playwright() as playwright:
+        profile = str(scratch / "chromium")
         browser = playwright.chromium.launch_persistent_context(profile, executable_path=CHROMIUM, headless=True, args=FLAGS)
         browser.set_default_timeout(PATIENCE_MS)
+        expect.set_options(timeout=PATIENCE_MS)
         page = browser.pages[0]
         page.set_viewport_size({"width": 1280, "height": 1000})
         page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda message: message.type == "error" and errors.append(message.text))
         page.goto(address, wait_until="domcontentloaded")
         page.wait_for_selector(".jp-NotebookPanel .jp-CodeCell")
         page.evaluate(READY)
         page.evaluate("window.jupyterapp.commands.execute('notebook:run-all-cells')")
-        yield page
-        if os.environ.get("SDLAB_SCREENSHOTS"):
-            page.screenshot(path=Path(os.environ["SDLAB_SCREENSHOTS"]) / "panel.png")
+        yield page, errors
         browser.close()
+
+
+@pytest.fixture
+def page(lab):
+    """The page, which must not have complained of anything when the test is over."""
+    page, errors = lab
+    yield page
     assert errors == []
 
 
-def test_knobs_draw_again_stop_stops_and_hostile_prompts_stay_text(page):
+@pytest.fixture
+def panel(page):
+    shown = page.locator(".jp-OutputArea-output", has=page.get_by_role("button", name="Draw", exact=True))
+    expect_text(shown, "UNet evaluation")
+    shown.scroll_into_view_if_needed()
+    return shown
+
+
+def expect_text(panel, text):
     from playwright.sync_api import expect
 
-    expect.set_options(timeout=PATIENCE_MS)
-    panel = page.locator(".jp-OutputArea-output", has=page.get_by_role("button", name="Draw"))
-    picture, guidance, steps = panel.locator("img.widget-image"), panel.locator(".noUi-handle").nth(0), panel.locator(".noUi-handle").nth(1)
-    expect(panel.get_by_text("an owl\u201d: guidance 2, dpmpp_2m, 2 steps")).to_be_visible()
-    panel.scroll_into_view_if_needed()
-    first = picture.screenshot()
+    expect(panel.locator(".widget-html", has_text=text).last).to_be_visible()
 
-    guidance.focus()
+
+def slider(panel, name):
+    return panel.locator(".widget-hslider", has=panel.page.get_by_text(name, exact=True)).locator(".noUi-handle")
+
+
+def sources(panel):
+    """The addresses of the pictures, which are others after each draw."""
+    return panel.locator(".sdlab-grid img").evaluate_all("images => images.map(image => image.src)")
+
+
+def shoot(page, name):
+    if os.environ.get("SDLAB_SCREENSHOTS"):
+        page.screenshot(path=Path(os.environ["SDLAB_SCREENSHOTS"]) / f"{name}.png")
+
+
+def test_the_slider_draws_again_and_two_scales_stand_side_by_side(page, panel):
+    from playwright.sync_api import expect
+
+    expect_text(panel, "an owl\u201d: guidance 2, dpmpp_2m, 2 steps")
+    grid = panel.locator(".sdlab-grid")
+    expect(grid.locator("img")).to_have_count(8)
+    sizes = grid.locator("img").evaluate_all("images => images.map(image => [image.width, getComputedStyle(image).imageRendering])")
+    assert sizes == [[128, "pixelated"]] * 8
+    shoot(page, "first")
+    first, first_sources = grid.screenshot(), sources(panel)
+    slider(panel, "guidance").first.focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    expect(panel.get_by_text("guidance 2.2,")).to_be_visible()
+    expect_text(panel, "guidance 2.2,")
     page.keyboard.press("End")
-    expect(panel.get_by_text("guidance 10,")).to_be_visible()
-    assert picture.screenshot() != first
+    expect_text(panel, "guidance 10,")
+    assert grid.screenshot() != first and not set(sources(panel)) & set(first_sources)
+    panel.get_by_label("compare with").check()
+    expect_text(panel, "guidance 10 and 1,")
+    expect(grid.locator("img")).to_have_count(16)
+    assert grid.locator(".sdlab-caption").all_text_contents()[:3] == ["seed 0, guidance 10", "seed 0, guidance 1", "seed 1, guidance 10"]
+    shoot(page, "compare")
+    panel.get_by_label("compare with").uncheck()
+    expect(grid.locator("img")).to_have_count(8)
 
-    steps.focus()
+
+def test_a_click_enlarges_a_picture_and_escape_or_a_click_closes_it(page, panel):
+    from playwright.sync_api import expect
+
+    dialog, third = panel.locator("dialog"), panel.get_by_role("button", name="enlarge seed 2,")
+    third.click()
+    expect(dialog).to_be_visible()
+    expect(dialog.get_by_alt_text("seed 2, guidance")).to_be_visible()
+    assert dialog.locator("img").evaluate("image => image.width") == 768
+    shoot(page, "enlarged")
+    page.keyboard.press("ArrowRight")
+    expect(dialog.locator("p")).to_contain_text("seed 3, guidance")
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    expect(panel.get_by_role("button", name="Save PNG: seed 3,")).to_be_visible()
+    third.focus()
+    page.keyboard.press("Enter")
+    expect(dialog).to_be_visible()
+    dialog.click()
+    expect(dialog).to_be_hidden()
+    panel.get_by_role("button", name="Save PNG: seed 2,").click()
+    expect_text(panel, "saved/seed2-guidance")
+    panel.get_by_text("saved/seed2-guidance").scroll_into_view_if_needed()
+    shoot(page, "saved")
+    panel.get_by_role("button", name="unselect").click()
+    expect(panel.get_by_role("button", name="Save PNG", exact=True)).to_be_visible()
+
+
+def test_stop_stops_and_an_earlier_draw_comes_back(page, panel):
+    from playwright.sync_api import expect
+
+    before = sources(panel)
+    slider(panel, "steps").focus()
     page.keyboard.press("End")
-    expect(panel.get_by_text("drawing: UNet evaluation")).to_be_visible()
+    expect_text(panel, "drawing: UNet evaluation")
+    expect_text(panel, "s left")
+    shoot(page, "drawing")
     panel.get_by_role("button", name="Stop").click()
-    expect(panel.get_by_text("stopped")).to_be_visible()
-    page.keyboard.press("Tab")
-    steps.focus()
+    expect_text(panel, "stopped")
+    assert sources(panel) == before
+    slider(panel, "steps").focus()
     page.keyboard.press("Home")
-    expect(panel.get_by_text("1 step (1 UNet evaluation)")).to_be_visible()
+    expect_text(panel, "1 step (1 UNet evaluation)")
+    panel.get_by_label("earlier").select_option(index=1)
+    expect_text(panel, "2 steps (2 UNet evaluations)")
+    expect(panel.locator(".widget-hslider", has=page.get_by_text("steps", exact=True)).locator(".widget-readout")).to_have_text("2")
 
-    prompt = panel.locator("input[type=text]").first
+
+def test_hostile_prompts_stay_text(page, panel):
+    prompt = panel.get_by_label("prompt", exact=True)
     prompt.fill('<img src=x onerror="window.hacked = 1">')
     prompt.press("Enter")
-    expect(panel.get_by_text('\u201c<img src=x onerror="window.hacked = 1">\u201d')).to_be_visible()
-    assert page.evaluate("window.hacked") is None
+    expect_text(panel, '\u201c<img src=x onerror="window.hacked = 1">\u201d')
+    assert page.evaluate("window.hacked") is None and panel.locator("img[src=x]").count() == 0
+    page.evaluate("window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
+    page.wait_for_selector("body[data-jp-theme-light=false]", state="attached")
+    prompt.fill("an owl " * 100)
+    prompt.press("Enter")
+    expect_text(panel, "what is beyond is cut off")
+    panel.get_by_role("button", name="Save PNG").scroll_into_view_if_needed()
+    shoot(page, "dark")

@@ -1,4 +1,4 @@
-"""The forward process, the targets of training, and guidance."""
+"""The forward process, the targets of training, and what a prediction implies."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from sdlab.config import NoiseSchedule
 
 ALPHAS = diffusion.alphas_cumprod(NoiseSchedule())
 TIMESTEPS = torch.tensor([0, 17, 500, 999])
+KINDS = ["epsilon", "v_prediction", "sample"]
 RANDOM = torch.Generator().manual_seed(1)
 LATENTS, NOISE = torch.randn(4, 3, 2, 2, generator=RANDOM), torch.randn(4, 3, 2, 2, generator=RANDOM)
 
@@ -27,12 +28,44 @@ def test_the_signal_falls_and_its_share_and_that_of_noise_add_to_one():
     torch.testing.assert_close(signal**2 + sigma**2, torch.ones_like(signal))
 
 
-@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
-def test_a_perfect_prediction_of_any_type_implies_the_noise_that_was_added(prediction_type):
-    noisy = diffusion.add_noise(LATENTS, NOISE, TIMESTEPS, alphas=ALPHAS)
-    target = diffusion.training_target(LATENTS, NOISE, TIMESTEPS, alphas=ALPHAS, prediction_type=prediction_type)
-    found = diffusion.to_epsilon(target, noisy, TIMESTEPS, alphas=ALPHAS, prediction_type=prediction_type)
-    torch.testing.assert_close(found, NOISE, atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize("timestep", [0, 17, 500, 999])
+@pytest.mark.parametrize("prediction_type", KINDS)
+def test_a_perfect_prediction_of_any_type_implies_the_picture_and_the_noise_that_were_added(prediction_type, timestep):
+    latents, noise, timesteps = LATENTS.double(), NOISE.double(), torch.full((4,), timestep)
+    noisy = diffusion.add_noise(latents, noise, timesteps, alphas=ALPHAS)
+    target = diffusion.training_target(latents, noise, timesteps, alphas=ALPHAS, prediction_type=prediction_type)
+    found = diffusion.read_prediction(target, noisy, alpha=float(ALPHAS[timestep]), prediction_type=prediction_type)
+    torch.testing.assert_close(found.denoised, latents, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.epsilon, noise, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("prediction_type", KINDS)
+def test_any_prediction_implies_a_picture_and_a_noise_that_make_up_the_noisy_latents(prediction_type):
+    for alpha in (0.9991, 0.5, 0.0047):
+        denoised, epsilon = diffusion.read_prediction(NOISE, LATENTS, alpha=alpha, prediction_type=prediction_type)
+        torch.testing.assert_close(alpha**0.5 * denoised + (1 - alpha) ** 0.5 * epsilon, LATENTS, atol=1e-5, rtol=1e-5)
+        assert denoised.dtype == epsilon.dtype == torch.float32
+
+
+@pytest.mark.parametrize("prediction_type", KINDS)
+def test_what_is_read_is_what_diffusers_reads(prediction_type):
+    scheduler = DDIMScheduler(**NoiseSchedule().model_dump(), prediction_type=prediction_type, clip_sample=False)
+    scheduler.set_timesteps(1000)
+    for timestep in (17, 500, 999):
+        found = diffusion.read_prediction(NOISE, LATENTS, alpha=float(ALPHAS[timestep]), prediction_type=prediction_type)
+        expected = scheduler.step(NOISE, timestep, LATENTS).pred_original_sample
+        torch.testing.assert_close(found.denoised, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("prediction_type", ["v_prediction", "sample"])
+def test_a_picture_is_read_in_float32_where_next_to_no_signal_is_left(prediction_type):
+    alpha = float(diffusion.alphas_cumprod(NoiseSchedule(rescale_betas_zero_snr=True))[-1])
+    found, exact = (
+        diffusion.read_prediction(LATENTS.to(dtype), NOISE.to(dtype), alpha=alpha, prediction_type=prediction_type)
+        for dtype in (torch.float32, torch.float64)
+    )
+    torch.testing.assert_close(found.denoised.double(), exact.denoised, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found.epsilon.double(), exact.epsilon, atol=1e-6, rtol=1e-6)
 
 
 def test_noisy_latents_and_v_are_those_of_diffusers():
@@ -43,29 +76,12 @@ def test_noisy_latents_and_v_are_those_of_diffusers():
     torch.testing.assert_close(v, scheduler.get_velocity(LATENTS, NOISE, TIMESTEPS), atol=1e-5, rtol=1e-5)
 
 
-def test_guidance_at_one_is_the_condition_and_at_zero_the_unconditional_prediction():
-    torch.testing.assert_close(diffusion.constant_guidance(LATENTS, NOISE, 1.0), LATENTS)
-    assert torch.equal(diffusion.constant_guidance(LATENTS, NOISE, 0.0), NOISE)
-
-
-def test_guidance_goes_on_beyond_the_condition():
-    cond, uncond = torch.full((1, 1, 1, 1), 3.0), torch.full((1, 1, 1, 1), 1.0)
-    assert diffusion.constant_guidance(cond, uncond, 7.5).item() == 16
-
-
-def test_one_batch_may_carry_one_scale_an_image():
-    scales = torch.tensor([0.0, 1.0, 2.0, 8.0]).view(-1, 1, 1, 1)
-    together = diffusion.constant_guidance(LATENTS, NOISE, scales)
-    for row, scale in enumerate(scales.flatten().tolist()):
-        torch.testing.assert_close(together[row], diffusion.constant_guidance(LATENTS[row], NOISE[row], scale))
-
-
 def test_a_rescaled_schedule_starts_as_before_and_ends_without_signal():
     rescaled = diffusion.alphas_cumprod(NoiseSchedule(rescale_betas_zero_snr=True))
-    assert rescaled[0] == pytest.approx(ALPHAS[0].item()) and 0 < rescaled[-1] < 1e-7 and (rescaled[1:] < rescaled[:-1]).all()
+    assert rescaled[0] == pytest.approx(ALPHAS[0].item()) and rescaled[-1] == 2.0**-24 and (rescaled[1:] < rescaled[:-1]).all()
 
 
-@pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
+@pytest.mark.parametrize("prediction_type", KINDS)
 def test_a_min_snr_weight_makes_every_error_one_of_latents_weighed_alike(prediction_type):
     """Whatever is predicted, the weighted loss of the same wrong latents is min(SNR, gamma) times their squared error."""
     wrong = LATENTS + 0.1

@@ -88,7 +88,7 @@ def test_a_single_file_says_what_it_is(drawn) -> None:
     about = files.metadata(folder / export.SINGLE_FILE)
     assert about["modelspec.prediction_type"] == "epsilon" and about["modelspec.resolution"] == "64x64"
     assert about["modelspec.sai_model_spec"] == "1.0.0" and about["modelspec.title"] == ORIGIN.title
-    assert json.loads(about["sdlab.note"]) == {"weights": "ema", "step": 3, "resolution": 64}
+    assert json.loads(about["sdlab.note"]) == {"weights": "ema", "step": 3, "resolution": 64, "prediction_type": "epsilon"}
     assert about["sdlab.lineage_sha256"] == "0" * 64
     assert "/" not in json.loads(about["sdlab.networks"])["frozen"]
 
@@ -160,6 +160,15 @@ def test_a_file_of_sd_2_has_to_say_what_it_predicts(drawn, tmp_path: Path, monke
         stored.find(str(path))
     path.with_suffix(".yaml").write_text(yaml.safe_dump({"model": {"params": {"parameterization": "v"}}}))
     assert stored.find(str(path)).networks.prediction_type == "v_prediction"
+
+
+def test_a_file_that_says_one_prediction_and_a_config_beside_it_that_says_another_are_refused(drawn, tmp_path: Path, monkeypatch) -> None:
+    describes(monkeypatch, "sd20_tiny")
+    path = foreign(drawn["sd20_tiny"][0], tmp_path / "v2.safetensors")
+    save_file(load_file(path), path, metadata={"modelspec.prediction_type": "epsilon"})
+    path.with_suffix(".yaml").write_text(yaml.safe_dump({"model": {"params": {"parameterization": "v"}}}))
+    with pytest.raises(ConfigError, match=r"says that its UNet predicts 'epsilon', and v2\.yaml beside it 'v': one of them is wrong"):
+        stored.find(str(path))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """Drawing: an image depends on its prompt, seed and settings alone, and bad requests stop before the first forward."""
 
 import threading
+from collections import Counter
 
 import diffusers
 import numpy as np
 import pytest
 import torch
 
-from sdlab import diffusion, models, sample, scenes, solvers
+from sdlab import drawing, guidance, models, sample, solvers
 from sdlab.config import ConfigError
 
 PROMPTS = [
@@ -85,7 +86,7 @@ def test_every_forward_has_exactly_batch_size_prompts_and_twice_the_rows_when_gu
 
 def test_guidance_at_one_is_the_conditional_prediction_alone(model):
     plain = sample.sample(model, PROMPTS, seeds=SEEDS, **{**QUICK, "guidance_scale": 1})
-    conditional = sample.sample(model, PROMPTS, seeds=SEEDS, guidance=lambda cond, uncond, scale: cond, **QUICK)
+    conditional = sample.sample(model, PROMPTS, seeds=SEEDS, guidance=lambda cond, uncond, scale, at: cond, **QUICK)
     assert np.abs(plain.astype(int) - conditional).max() <= 1
 
 
@@ -106,16 +107,138 @@ def test_a_negative_prompt_equal_to_the_prompt_takes_guidance_away(model):
 
 def test_ones_own_guidance_is_followed_at_every_scale(model):
     scales = []
-    mine = lambda cond, uncond, scale: scales.append(scale) or diffusion.constant_guidance(cond, uncond, scale + 1)  # noqa: E731
+    mine = lambda cond, uncond, scale, at: scales.append(scale.flatten().tolist()) or guidance.constant(cond, uncond, scale + 1)  # noqa: E731
     ours = sample.sample(model, PROMPTS[:1], seeds=[1], guidance=mine, **{**QUICK, "guidance_scale": 1})
     theirs = sample.sample(model, PROMPTS[:1], seeds=[1], **{**QUICK, "guidance_scale": 2})
-    assert np.array_equal(ours, theirs) and scales == [1, 1, 1]
+    assert np.array_equal(ours, theirs) and scales == [[1], [1], [1]]
 
 
-@pytest.mark.parametrize("mine", [lambda cond, uncond, scale: cond.mean(), lambda cond, uncond, scale: None])
-def test_guidance_that_gives_no_epsilon_is_refused(model, mine):
-    with pytest.raises(ConfigError, match=r"has to give a tensor \(4, 8, 8, 8\)"):
+def test_ones_own_guidance_is_told_where_the_drawing_is(model):
+    seen = []
+    mine = lambda cond, uncond, scale, at: seen.append(at) or cond  # noqa: E731
+    sample.sample(model, PROMPTS[:1], seeds=[1], guidance=mine, **QUICK)
+    assert [at.timestep for at in seen] == solvers.trailing(3, 1000)
+    assert [at.progress for at in seen] == sorted(at.progress for at in seen) and seen[0].progress == 0
+    assert [at.sigma for at in seen] == sorted((at.sigma for at in seen), reverse=True) and seen[0].sigma == pytest.approx(14.61, abs=0.01)
+
+
+@pytest.mark.parametrize("mine", [lambda cond, uncond, scale, at: cond.mean(), lambda cond, uncond, scale, at: None])
+def test_guidance_that_gives_no_prediction_is_refused(model, mine):
+    with pytest.raises(ConfigError, match=r"has to give a tensor \(1, 8, 8, 8\)"):
         sample.sample(model, PROMPTS[:1], seeds=[1], guidance=mine, **QUICK)
+
+
+def test_one_batch_may_carry_different_scales_and_each_image_is_as_if_alone(model):
+    scales = [1, 5.0, 2.5, 0, 5.0]
+    together = sample.sample(model, PROMPTS, seeds=SEEDS, **{**QUICK, "guidance_scale": scales})
+    for place, scale in enumerate(scales):
+        alone = sample.sample(model, [PROMPTS[place]], seeds=[SEEDS[place]], **{**QUICK, "guidance_scale": scale})
+        assert np.array_equal(together[place], alone[0])
+
+
+def test_images_of_one_prediction_and_of_two_never_share_a_forward_and_each_text_is_encoded_once(model):
+    with Rows(model.unet) as unet, Rows(model.frozen.text_encoders[0]) as text:
+        sample.sample(model, PROMPTS * 2, seeds=range(10), **{**QUICK, "guidance_scale": [1] * 4 + [2] * 6})
+    assert unet == [4] * 3 + [8] * 6
+    assert text == [4, 4]
+
+
+@pytest.mark.parametrize("scale", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["constant", "interval(0.5, 3)", "rising", "rescale", "mine"])
+@pytest.mark.parametrize("solver", ["plms", "dpmpp_2m"])
+def test_evaluations_and_rows_of_an_image_are_told_as_they_are_run(model, kind, scale, solver):
+    chosen = (lambda cond, uncond, scale, at: uncond) if kind == "mine" else kind
+    how = drawing.configure(model, guidance=chosen, solver=solver, num_inference_steps=5, batch_size=1)
+    with Rows(model.unet) as unet:
+        list(sample.stream(model, how, drawing.shots_of(PROMPTS[:1], seeds=[0], guidance_scale=scale)))
+    assert how.work(scale) == drawing.Work(len(unet), sum(unet))
+
+
+def test_guidance_in_an_interval_saves_the_rows_outside_it_and_is_constant_guidance_inside(model):
+    one, outside, inside = (
+        sample.sample(model, PROMPTS, seeds=SEEDS, guidance=kind, **{**QUICK, "guidance_scale": scale})
+        for kind, scale in (("constant", 1), ("interval(100, 200)", 3), ("interval(0, 100)", 3))
+    )
+    three = sample.sample(model, PROMPTS, seeds=SEEDS, **{**QUICK, "guidance_scale": 3})
+    assert np.array_equal(one, outside) and np.array_equal(three, inside) and not np.array_equal(one, three)
+
+
+def test_a_part_of_the_scale_is_taken_as_it_is_by_cfg_plus_plus(model):
+    settings = {**QUICK, "guidance": "cfgpp", "solver": "ddim"}
+    none, full = (sample.sample(model, PROMPTS, seeds=SEEDS, **{**settings, "guidance_scale": scale}) for scale in (0, 1))
+    plain = sample.sample(model, PROMPTS, seeds=SEEDS, **{**QUICK, "guidance_scale": 0, "solver": "ddim"})
+    assert np.array_equal(none, plain) and not np.array_equal(none, full)
+
+
+def test_a_sweep_runs_the_first_evaluation_once_for_all_scales_and_draws_what_each_scale_draws_alone(model):
+    prompts, seeds, scales = PROMPTS[:3], SEEDS[:3], [1, 2.0, 4.0, 6.0]
+    each = [scale for scale in scales for _ in prompts]
+    asked = []
+    with Rows(model.unet) as unet:
+        settings = {**QUICK, "guidance_scale": each, "on_evaluation": lambda *at: asked.append(at)}
+        together = sample.sample(model, prompts * 4, seeds=seeds * 4, **settings)
+    mixed, guided = {4: 3, 8: 2}, {8: 2 * 2}
+    assert Counter(unet) == Counter({8: 1}) + Counter(mixed) + Counter(guided)
+    assert asked == [(done, len(unet)) for done in range(len(unet))]
+    for place, scale in enumerate(scales):
+        alone = sample.sample(model, prompts, seeds=seeds, **{**QUICK, "guidance_scale": scale})
+        assert np.array_equal(together[3 * place : 3 * place + 3], alone)
+
+
+def test_the_text_states_of_a_few_batches_are_held_at_a_time(model, monkeypatch):
+    held = []
+    real = sample.Forward.__init__
+    monkeypatch.setattr(sample.Forward, "__init__", lambda self, *given: held.append(len(given[2])) or real(self, *given))
+    how = drawing.configure(model, num_inference_steps=1, batch_size=2)
+    shots = drawing.shots_of([f"an owl {number}" for number in range(40)], seeds=range(40), guidance_scale=1)
+    stream = sample.stream(model, how, shots)
+    first, images = next(stream)
+    assert first == [0, 1] and images.shape == (2, 3, 64, 64) and held == [2 * sample.BATCHES_A_PART]
+    assert sorted([*first, *(which for some, _ in stream for which in some)]) == list(range(40))
+
+
+class NoMemory:
+    """Memory runs out in forwards of more than so many rows."""
+
+    def __init__(self, module, most):
+        self.most = most
+        self.hook = module.register_forward_pre_hook(self.look)
+
+    def look(self, module, arguments):
+        if len(arguments[0]) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.hook.remove()
+
+
+def test_where_memory_runs_out_the_batch_is_halved_once_with_a_note(model, capsys):
+    with NoMemory(model.unet, 4):
+        images = sample.sample(model, PROMPTS, seeds=SEEDS, **QUICK)
+    assert np.array_equal(images, sample.sample(model, PROMPTS, seeds=SEEDS, **{**QUICK, "batch_size": 2}))
+    assert "out of memory at batch_size 4: drawing goes on at 2" in capsys.readouterr().out
+
+
+def test_where_half_a_batch_is_too_much_too_the_error_comes_through(model):
+    with NoMemory(model.unet, 2), pytest.raises(torch.OutOfMemoryError):
+        sample.sample(model, PROMPTS, seeds=SEEDS, **QUICK)
+
+
+def test_other_sizes_and_sides_of_different_length_can_be_drawn(model):
+    wide = sample.sample(model, PROMPTS[:1], seeds=[0], resolution=(32, 96), **QUICK)
+    assert wide.shape == (1, 3, 32, 96)
+    assert sample.sample(model, PROMPTS[:1], seeds=[0], resolution=32, **QUICK).shape == (1, 3, 32, 32)
+
+
+def test_prompts_that_are_cut_are_counted(model):
+    long = " ".join(["owl"] * 200)
+    assert drawing.truncated(model, PROMPTS) == ""
+    assert drawing.truncated(model, [*PROMPTS, long, long]).startswith(
+        f"1 of 6 prompts have more than the {model.frozen.max_tokens} tokens"
+    )
 
 
 @pytest.mark.parametrize("solver", ["ddim", "plms"])
@@ -176,14 +299,6 @@ def test_two_threads_draw_the_same_pictures_as_one(model, drawn):
     assert np.array_equal(results["a"], drawn[:3]) and np.array_equal(results["b"], drawn[2:])
 
 
-def test_a_grid_keeps_each_prompts_noise_over_all_scales(model):
-    grid = sample.sample_grid(model, PROMPTS[:2], guidance_scales=[1, 4.0], seed=7, num_inference_steps=2)
-    assert grid.shape == (2, 2, 3, 64, 64)
-    for column, scale in enumerate([1, 4.0]):
-        alone = sample.sample(model, PROMPTS[:2], guidance_scale=scale, seeds=[7, 8], num_inference_steps=2, batch_size=2)
-        assert np.array_equal(grid[:, column], alone)
-
-
 BAD = {
     "did you mean 'ddim'": {"solver": "dim"},
     "num_inference_steps=0: .*from 1 to 1000": {"num_inference_steps": 0},
@@ -201,6 +316,15 @@ BAD = {
     "seed 1.5 cannot be used": {"seeds": [0, 1.5]},
     "batch_size=0": {"batch_size": 0},
     "precision='16-mixed'; allowed are '32-true', 'bf16-mixed'": {"precision": "16-mixed"},
+    "3 guidance scales for 2 prompts": {"guidance_scale": [1, 2, 3]},
+    "guidance_scale=True": {"guidance_scale": [True, 2]},
+    "spacing 'trailling' is not known.*did you mean 'trailing'": {"spacing": "trailling"},
+    "guidance 'intervall' is not known.*did you mean 'interval'": {"guidance": "intervall"},
+    "take four arguments": {"guidance": lambda cond, uncond, scale: cond},
+    "from 0 to 1 with guidance 'cfgpp'": {"guidance": "cfgpp", "solver": "ddim", "guidance_scale": 2},
+    "use it with solver ddim or euler": {"guidance": "cfgpp", "guidance_scale": 0.5},
+    "resolution=36 cannot be": {"resolution": 36},
+    "give one number of pixels a side, or height and width": {"resolution": [32, 32, 32]},
 }
 
 
@@ -216,33 +340,3 @@ def test_a_resolution_that_the_networks_cannot_halve_is_refused(model):
     odd = models.TextToImage(**{**vars(model), "resolution": 40})
     with pytest.raises(ConfigError, match="resolution=40 cannot be halved evenly"):
         sample.sample(odd, PROMPTS[:1], seeds=[0], **QUICK)
-
-
-@pytest.mark.parametrize(("scales", "message"), [([], "guidance_scales is empty"), ([1, -2], "guidance_scale=-2")])
-def test_a_grid_with_bad_scales_is_refused_before_the_first_forward(model, scales, message):
-    with Rows(model.unet) as unet, pytest.raises(ConfigError, match=message):
-        sample.sample_grid(model, PROMPTS[:1], guidance_scales=scales, seed=0)
-    assert unet == []
-
-
-def test_the_reader_says_right_or_what_is_wrong_and_skips_prompts_that_are_no_scene():
-    wanted = [scenes.parse(prompt) for prompt in (PROMPTS[0], PROMPTS[1])]
-    pictures = scenes.render(wanted)
-    grid = np.stack([pictures, pictures[::-1], pictures], axis=1)[[0, 1, 0]]
-    rows = sample.read_grid(grid, [PROMPTS[0], PROMPTS[1], "a castle at dawn"], [1, 2.5, 8])
-    assert rows == [
-        {"prompt": PROMPTS[0], "1": "right", "2.5": "wrong: background, objects", "8": "right"},
-        {"prompt": PROMPTS[1], "1": "right", "2.5": "wrong: background, objects", "8": "right"},
-    ]
-
-
-def test_the_reader_has_nothing_to_say_of_pictures_of_another_size():
-    assert sample.read_grid(np.zeros((1, 1, 3, 32, 32), np.uint8), PROMPTS[:1], [1]) == []
-
-
-def test_tiles_are_enlarged_by_whole_factors_and_laid_out_in_rows():
-    images = np.arange(3 * 3 * 4 * 4, dtype=np.uint8).reshape(3, 3, 4, 4)
-    sheet = sample.tile(images, columns=2, min_side=8)
-    assert sheet.size == (2 * 8 + 4, 2 * 8 + 4)
-    assert sheet.getpixel((12, 1)) == tuple(images[1, :, 0, 0])
-    assert sheet.getpixel((2, 14)) == tuple(images[2, :, 1, 1])

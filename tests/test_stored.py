@@ -271,3 +271,15 @@ def test_a_damaged_note_of_sdlab_is_named(plain: Path) -> None:
     (plain / "sdlab.json").write_text("[3]")
     with pytest.raises(ConfigError, match=r"sdlab\.json cannot be read"):
         stored.find(str(plain))
+
+
+def test_a_scheduler_that_says_another_prediction_type_than_was_learned_is_refused_with_both(plain: Path) -> None:
+    (plain / "sdlab.json").write_text('{"weights": "ema", "step": 3, "resolution": 64, "prediction_type": "v_prediction"}')
+    change(plain / "scheduler/scheduler_config.json", prediction_type="v_prediction")
+    assert stored.find(str(plain)).networks.prediction_type == "v_prediction"
+    change(plain / "scheduler/scheduler_config.json", prediction_type="epsilon")
+    with pytest.raises(
+        ConfigError,
+        match=r"scheduler_config\.json says that the UNet predicts 'epsilon', but sdlab\.json says that it has learned 'v_prediction'",
+    ):
+        stored.find(str(plain))

@@ -1,0 +1,306 @@
+"""Pictures in a folder: drawn on any number of ranks, each kept with its settings, and laid out along any two of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import Field
+
+from sdlab import drawing, launch, models, pictures, places, runs, sample, stored
+from sdlab import guidance as guidances
+from sdlab.config import ConfigError, Model, SamplePrecision, build, hint, resolve_path
+from sdlab.guidance import Combine, Guidance
+from sdlab.settings import Settings, read_png, save_png
+
+AXES: dict[str, type] = {
+    "checkpoint": int,
+    "prompt": str,
+    "negative_prompt": str,
+    "guidance_scale": float,
+    "guidance": str,
+    "seed": int,
+    "solver": str,
+    "num_inference_steps": int,
+}
+"""What may change along a grid, with its type; a checkpoint may also be "latest"."""
+Axis = tuple[str, list[Any]]
+"""A name of `AXES` and its values."""
+_Item = TypeVar("_Item")
+PICTURES = "pictures"
+"""Where they are kept in a study's folder."""
+JOB = "job"
+
+
+class SampleConfig(Model):
+    """What notebook 03 asks."""
+
+    model: str = "tiny"
+    """"tiny", a run folder, a pipeline folder, a hub id or a single .safetensors file."""
+    weights: Literal["auto", "ema", "raw"] = "auto"
+    checkpoint: int | Literal["latest"] = "latest"
+    prompts: list[str] = Field(min_length=1)
+    negative_prompt: str = ""
+    guidance_scales: list[float] = Field([1.0, 1.5, 2.0, 3.0, 5.0, 8.0], min_length=1)
+    """Columns of the first grid."""
+    guidance_scale: float = 2.0
+    """Where the scale is no axis."""
+    guidance: str = "constant"
+    """As `guidance.named` reads it."""
+    solver: str = "dpmpp_2m"
+    spacing: str | None = None
+    num_inference_steps: int = 10
+    seed: int = Field(0, ge=0)
+    """Of the first prompt; each next one has the next."""
+    resolution: int | list[int] | None = None
+    batch_size: int = Field(4, ge=1)
+    precision: SamplePrecision = "32-true"
+    devices: int | Literal["auto"] = "auto"
+    num_nodes: int = Field(1, ge=1)
+    axes: dict[str, list[Any]] = Field({})
+    """Two of `AXES` with their values, for a grid of one's own."""
+    study_dir: str = "papermill_runs/out/studies/sample_guidance"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Pictures along two axes, and what each was drawn with."""
+
+    rows: Axis
+    columns: Axis
+    images: np.ndarray
+    """uint8 (R, C, 3, H, W)."""
+    settings: list[list[Settings]]
+    work: list[list[drawing.Work]]
+    """UNet evaluations and rows of each."""
+
+    @property
+    def title(self) -> str:
+        """What all its pictures share, in a line."""
+        first, axes = self.settings[0][0], {self.rows[0], self.columns[0]}
+        steps = f"{first.num_inference_steps} steps"
+        shared = {"guidance": f"guidance {first.guidance}", "guidance_scale": f"scale {first.guidance_scale:g}", "solver": first.solver}
+        shared |= {"num_inference_steps": steps, "checkpoint": f"{first.weights} weights after {first.step} steps"}
+        return ", ".join(text for name, text in shared.items() if name not in axes)
+
+    @property
+    def row_labels(self) -> list[str]:
+        """Of the rows, as a figure says them."""
+        return _labels(*self.rows)
+
+    @property
+    def column_labels(self) -> list[str]:
+        """Of the columns."""
+        return _labels(*self.columns)
+
+
+def configure(**values: Any) -> SampleConfig:
+    """A checked config; names and meanings are those of `SampleConfig`.
+
+    Raises:
+        ConfigError: unknown names or values that cannot be used.
+    """
+    return build(SampleConfig, values, where="sampling")
+
+
+def draw_grid(config: SampleConfig, axes: Mapping[str, Sequence[Any]] | None = None, *, guidance: Combine | Guidance | None = None) -> Grid:
+    """Draw what two axes span, rows first, and keep each picture in `study_dir/pictures` with its settings inside.
+
+    What is there already with the same settings, weights and batch size is not drawn again. Where the prompt is no axis, the first one is
+    drawn; where the seed is none, prompt i has `seed` + i. `study_dir/results.json` tells what was drawn last.
+
+    Args:
+        config: what does not change.
+        axes: two names of `AXES` with their values, as in {"solver": ["ddim", "plms"], "num_inference_steps": [5, 10]}; by default the
+            config's prompts and guidance scales.
+        guidance: one's own, in place of the config's; for several ranks it has to be named in the config, as "module:function".
+
+    Raises:
+        ConfigError: a value that cannot be used, before anything is drawn.
+    """
+    axes = axes or {"prompt": config.prompts, "guidance_scale": config.guidance_scales}
+    ranks = launch.Ranks(launch.devices(config.devices), config.num_nodes)
+    if guidance is not None and ranks.devices * ranks.num_nodes > 1:
+        raise ConfigError("several ranks cannot share a function of a notebook; name it in guidance, as in 'module:function'")
+    album = Album(config, axes, guidance)
+    missing = album.missing()
+    if missing and ranks.devices * ranks.num_nodes > 1:
+        job = {"verb": "sample", "config": config.model_dump(mode="json"), "axes": dict(album.axes)}
+        launch.run_ranks(album.folder / JOB, {**job, "missing": [picture.path.name for picture in missing]}, ranks)
+    else:
+        album.draw(missing)
+    return album.finish()
+
+
+def work(job: Mapping[str, Any], *, rank: int, world_size: int) -> None:
+    """What one rank draws: every `world_size`-th of the missing pictures."""
+    album = Album(SampleConfig.model_validate(job["config"]), job["axes"])
+    there = {picture.path.name: picture for picture in album.unique}
+    album.draw([there[name] for name in job["missing"][rank::world_size]])
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture of a grid: where it is kept, and what it is drawn with."""
+
+    path: Path
+    checkpoint: int | str
+    how: drawing.Drawing
+    settings: Settings
+
+    @property
+    def work(self) -> drawing.Work:
+        """What it takes of the UNet."""
+        return self.how.work(self.settings.guidance_scale)
+
+
+class Album:
+    """A grid and the folder that its pictures are kept in."""
+
+    def __init__(self, config: SampleConfig, axes: Mapping[str, Sequence[Any]], guidance: Combine | Guidance | None = None) -> None:
+        self.config, self.axes, self.own = config, _axes(axes), None if guidance is None else guidances.read(guidance)
+        self.folder = resolve_path(config.study_dir)
+        (rows, row_values), (columns, column_values) = self.axes
+        fixed = {"checkpoint": config.checkpoint, "prompt": config.prompts[0], "seed": config.seed} | {
+            name: getattr(config, name) for name in AXES if name not in ("checkpoint", "prompt", "seed")
+        }
+        self._found: dict[int | str, stored.Stored] = {}
+        self.pictures = [[self._picture({**fixed, rows: row, columns: column}) for column in column_values] for row in row_values]
+
+    def _picture(self, values: dict[str, Any]) -> Picture:
+        """What is kept of one picture; everything about it is checked."""
+        checkpoint, named, prompts = values.pop("checkpoint"), values.pop("guidance"), self.config.prompts
+        if "seed" not in dict(self.axes) and values["prompt"] in prompts:
+            values["seed"] += prompts.index(values["prompt"])
+        found, guided = self._stored(checkpoint), self.own or named
+        steps = {name: values[name] for name in ("solver", "num_inference_steps")}
+        shared = {name: getattr(self.config, name) for name in ("spacing", "batch_size", "precision")}
+        how = drawing.configure(found, guidance=guided, resolution=self.config.resolution, **steps, **shared)
+        drawing.check_scales(how.guidance, [values["guidance_scale"]])
+        about: dict[str, Any] = {"model": found.name, "weights": found.weights, "step": found.step, "weights_hash": found.weights_hash}
+        settings = Settings(**values | about | shared, guidance=how.guidance.name, height=how.size[0], width=how.size[1])
+        key = {**asdict(settings), "model": "", "source": how.guidance.source_hash, "frozen": places.hash_frozen(found.networks)}
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        name = f"seed-{settings.seed}-guidance-{settings.guidance_scale:g}-{digest[:16]}.png"
+        return Picture(self.folder / PICTURES / name, checkpoint, how, settings)
+
+    def _stored(self, checkpoint: int | str) -> stored.Stored:
+        if checkpoint not in self._found:
+            self._found[checkpoint] = stored.find(self.config.model, weights=self.config.weights, checkpoint=checkpoint)
+        return self._found[checkpoint]
+
+    @property
+    def unique(self) -> list[Picture]:
+        """All pictures, each once, in the order of the grid."""
+        return list({picture.path: picture for line in self.pictures for picture in line}.values())
+
+    def missing(self) -> list[Picture]:
+        """Pictures that are not there whole; with a function of a notebook all, since nothing tells what it depends on."""
+        return [picture for picture in self.unique if self.own is not None or not _is_whole(picture)]
+
+    def draw(self, wanted: Sequence[Picture]) -> None:
+        """Draw some of the pictures in this process, and keep each as soon as it is drawn."""
+        model = None
+        with launch.progress(total=len(wanted), title="sample", unit=" pictures") as bar:
+            for checkpoint, of_checkpoint in _grouped(wanted, lambda one: one.checkpoint):
+                model = models.load(
+                    self.config.model,
+                    weights=self.config.weights,
+                    checkpoint=checkpoint,
+                    frozen=None if model is None else model.frozen,
+                )
+                for _, alike in _grouped(of_checkpoint, lambda one: _shared(one.settings)):
+                    shots = [_shot(one.settings) for one in alike]
+                    for which, images in sample.stream(model, alike[0].how, shots, report=bar.update):
+                        for place, image in zip(which, images, strict=True):
+                            save_png(image, alike[place].settings, alike[place].path)
+
+    def finish(self) -> Grid:
+        """The grid with its pictures, read from the folder; `results.json` is written.
+
+        Raises:
+            RuntimeError: a picture is not there.
+        """
+        images = np.stack([np.stack([_read(picture.path) for picture in line]) for line in self.pictures])
+        settings, work = ([[getattr(picture, name) for picture in line] for line in self.pictures] for name in ("settings", "work"))
+        made = Grid(*self.axes, images, settings, work)
+        rows = [self._row(picture) for line in self.pictures for picture in line]
+        frozen = places.hash_frozen(self._stored(self.pictures[0][0].checkpoint).networks)
+        identity = {"axes": dict(self.axes), "frozen": frozen}
+        content = {"schema": 1, "study": "sample", "created": runs.now(), "machine": launch.machine(), "identity": identity, "rows": rows}
+        runs.write_json(self.folder / "results.json", content)
+        return made
+
+    def _row(self, picture: Picture) -> dict[str, Any]:
+        work = picture.work
+        return {
+            "picture": str(picture.path.relative_to(self.folder)),
+            **asdict(picture.settings),
+            "guidance_source": picture.how.guidance.source_hash,
+            "unet_evaluations": work.evaluations,
+            "unet_rows": work.rows,
+        }
+
+
+def _axes(given: Mapping[str, Sequence[Any]]) -> tuple[Axis, Axis]:
+    """Rows and columns, with their values in their types."""
+    if len(given) != 2:
+        raise ConfigError(f"axes {list(given)}: give two of {', '.join(AXES)}, each with its values")
+    for name, values in given.items():
+        if name not in AXES:
+            raise ConfigError(f"axis {name!r} is not known{hint(name, AXES)}")
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise ConfigError(f"axis {name}={values!r}; give a list of values")
+    rows, columns = ((name, [_value(name, value) for value in values]) for name, values in given.items())
+    return rows, columns
+
+
+def _value(name: str, value: Any) -> Any:
+    kind = AXES[name]
+    if (name, value) == ("checkpoint", "latest"):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+        raise ConfigError(f"axis {name}: {value!r} is {type(value).__name__}; it has to be {_KINDS[kind]}")
+    return kind(value)
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "text"}
+_LABELS = {"checkpoint": "step {}", "guidance_scale": "guidance {:g}", "seed": "seed {}", "num_inference_steps": "{} steps"}
+
+
+def _labels(name: str, values: Sequence[Any]) -> list[str]:
+    return ["latest" if value == "latest" else _LABELS.get(name, "{}").format(value) for value in values]
+
+
+def _shared(settings: Settings) -> tuple[Any, ...]:
+    """What pictures of one batch have in common."""
+    return settings.solver, settings.num_inference_steps, settings.guidance
+
+
+def _shot(settings: Settings) -> drawing.Shot:
+    return drawing.Shot(settings.prompt, settings.seed, settings.guidance_scale, settings.negative_prompt)
+
+
+def _grouped(items: Iterable[_Item], key: Callable[[_Item], Any]) -> list[tuple[Any, list[_Item]]]:
+    """Items of equal key together, in the order in which the keys come."""
+    groups: dict[Any, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.items())
+
+
+def _is_whole(picture: Picture) -> bool:
+    try:
+        return read_png(picture.path) == picture.settings and _read(picture.path).size > 0
+    except ValueError:
+        return False
+
+
+def _read(path: Path) -> np.ndarray:
+    """A kept picture, uint8 (3, H, W)."""
+    return np.asarray(pictures.decode(path.read_bytes()).picture).transpose(2, 0, 1)

@@ -1,0 +1,188 @@
+"""How images are drawn, checked before anything is: the images of one call, and the settings that they share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import get_args
+
+import numpy as np
+from torch import Tensor
+
+from sdlab import diffusion, guidance, models, places, solvers
+from sdlab.config import ConfigError, Networks, SamplePrecision, check_resolution
+from sdlab.guidance import At, Combine, Guidance
+from sdlab.stored import Stored
+
+Size = tuple[int, int]
+"""Height and width, pixels."""
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One image to draw."""
+
+    prompt: str
+    seed: int
+    guidance_scale: float
+    negative_prompt: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What drawing one image takes of the UNet."""
+
+    evaluations: int
+    rows: int
+    """Rows of these evaluations: two where both predictions are needed, else one."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How images are drawn: what all images of one batch share; made by `configure`."""
+
+    networks: Networks
+    solver: str = "dpmpp_2m"
+    num_inference_steps: int = 10
+    spacing: str | None = None
+    guidance: Guidance = guidance.CONSTANT
+    size: Size = (0, 0)
+    batch_size: int = 32
+    precision: SamplePrecision = "32-true"
+
+    @cached_property
+    def alphas(self) -> Tensor:
+        """Shares of signal variance, float64 (num_train_timesteps,)."""
+        return diffusion.alphas_cumprod(self.networks.noise_schedule)
+
+    @cached_property
+    def timesteps(self) -> list[int]:
+        """What the solver visits, falling."""
+        return solvers.timesteps_of(self.solver, self.num_inference_steps, self.spacing, networks=self.networks)
+
+    @cached_property
+    def evaluated(self) -> list[int]:
+        """The timestep of each UNet evaluation of an image."""
+        return solvers.evaluated(self.solver, self.timesteps)
+
+    def at(self, timestep: int) -> At:
+        """Where a drawing is at a timestep."""
+        alpha = float(self.alphas[timestep])
+        return At(timestep, math.sqrt((1 - alpha) / alpha), 1 - timestep / max(1, len(self.alphas) - 1))
+
+    def needs(self, guidance_scale: float, timestep: int) -> tuple[bool, bool]:
+        """Whether the conditional and the unconditional prediction of an image are needed."""
+        return self.guidance.needs(guidance_scale, self.at(timestep))
+
+    def work(self, guidance_scale: float) -> Work:
+        """UNet evaluations and rows of an image."""
+        return Work(len(self.evaluated), sum(sum(self.needs(guidance_scale, timestep)) for timestep in self.evaluated))
+
+
+def shots_of(
+    prompts: Sequence[str], *, seeds: Sequence[int], guidance_scale: float | Sequence[float], negative_prompt: str = ""
+) -> list[Shot]:
+    """One image a prompt, with its seed and its scale.
+
+    Raises:
+        ConfigError: numbers that differ, no prompts, or a value that cannot be used.
+    """
+    _check_texts(prompts, negative_prompt)
+    _check_seeds(seeds, len(prompts))
+    one = isinstance(guidance_scale, (int, float, str))
+    scales = [guidance_scale] * len(prompts) if one else list(guidance_scale)  # type: ignore[arg-type]
+    if len(scales) != len(prompts):
+        raise ConfigError(f"{len(scales)} guidance scales for {len(prompts)} prompts; give one for all, or one a prompt")
+    return [
+        Shot(prompt, int(seed), scale, negative_prompt)  # type: ignore[arg-type]
+        for prompt, seed, scale in zip(prompts, seeds, scales, strict=True)
+    ]
+
+
+def configure(
+    model: models.TextToImage | Stored,
+    *,
+    solver: str = "dpmpp_2m",
+    num_inference_steps: int = 10,
+    spacing: str | None = None,
+    guidance: Guidance | Combine | str = guidance.CONSTANT,
+    resolution: int | Sequence[int] | None = None,
+    batch_size: int = 32,
+    precision: SamplePrecision = "32-true",
+) -> Drawing:
+    """Settings that are checked against a model, loaded or as it is stored; arguments as of `sample`.
+
+    Raises:
+        ConfigError: a value that cannot be used, or values that do not go together.
+    """
+    networks = model.networks
+    solvers.check(solver, num_inference_steps, spacing, networks=networks)
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size!r}; it has to be a whole number from 1 up")
+    if precision not in get_args(SamplePrecision):
+        raise ConfigError(f"precision={precision!r}; allowed are {', '.join(map(repr, get_args(SamplePrecision)))}")
+    size = _size(networks, model.resolution if resolution is None else resolution)
+    return Drawing(networks, solver, num_inference_steps, spacing, _guidance(guidance, solver), size, batch_size, precision)
+
+
+def _guidance(given: Guidance | Combine | str, solver: str) -> Guidance:
+    guided = guidance.read(given)
+    if guided.splits and solver not in solvers.FIRST_ORDER:
+        allowed = " or ".join(solvers.FIRST_ORDER)
+        raise ConfigError(f"guidance {guided.name!r} reads picture and noise from different predictions; use it with solver {allowed}")
+    return guided
+
+
+def _size(networks: Networks, resolution: int | Sequence[int]) -> Size:
+    sides = [resolution] * 2 if isinstance(resolution, int) else list(resolution)
+    if len(sides) != 2:
+        raise ConfigError(f"resolution={sides}: give one number of pixels a side, or height and width")
+    for side in sides:
+        check_resolution(side, vae_factor=places.vae_factor(networks), unet_factor=models.unet_factor(networks))
+    return sides[0], sides[1]
+
+
+def truncated(model: models.TextToImage, prompts: Sequence[str]) -> str:
+    """What is said of prompts that the text encoder does not read to their end; "" where there are none."""
+    unique = list(dict.fromkeys(prompts))
+    counts = [count for count in model.frozen.count_tokens(unique) if count > model.frozen.max_tokens]
+    if not counts:
+        return ""
+    many = f"{len(counts)} of {len(unique)} prompts have" if len(unique) > 1 else "the prompt has"
+    most = f"up to {max(counts)}" if len(counts) > 1 else str(counts[0])
+    return (
+        f"{many} more than the {model.frozen.max_tokens} tokens that are read ({most}, start and end included): what is beyond is cut off"
+    )
+
+
+def _check_texts(prompts: Sequence[str], negative_prompt: str) -> None:
+    if isinstance(prompts, str):
+        raise ConfigError(f"prompts={prompts!r} is one text; give a list of texts, as in [{prompts!r}]")
+    if not len(prompts):
+        raise ConfigError("prompts is empty; give at least one text, as in ['a large owl on a pink background']")
+    for name, text in [*((f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)), ("negative_prompt", negative_prompt)]:
+        if not isinstance(text, str):
+            raise ConfigError(f"{name}={text!r} is {type(text).__name__}; it has to be text")
+
+
+def _check_seeds(seeds: Sequence[int], number: int) -> None:
+    if len(seeds) != number:
+        raise ConfigError(f"{len(seeds)} seeds for {number} prompts; give one seed a prompt")
+    for seed in seeds:
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**63:
+            raise ConfigError(f"seed {seed!r} cannot be used; a seed is a whole number from 0 to 2**63 - 1")
+
+
+def check_scales(guided: Guidance, scales: Sequence[float]) -> None:
+    """Refuse scales that a guidance cannot take.
+
+    Raises:
+        ConfigError: one that is no finite number, below 0, or above the guidance's largest.
+    """
+    for scale in dict.fromkeys(scales):
+        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        if not number or not (math.isfinite(scale) and 0 <= scale <= guided.largest):
+            top = "up" if guided.largest == math.inf else f"to {guided.largest:g} with guidance {guided.name!r}"
+            raise ConfigError(f"guidance_scale={scale!r}; it has to be a finite number from 0 {top} (1 is off, 0 unconditional)")
