@@ -50,4 +50,4 @@ def tell(out: Path, headline: str, measured: dict[str, Any], *, sizes: dict[str,
         rates = f"{one['ours']:,.4g} against {one['baseline']:,.4g} {one['unit']}"
         print(f"{name:<24}{one['ratio']:>9.2f}  {rates}, {one['repeats']} repeats, ±{one['spread']:.0%}")
     for name, figure in measured["figures"].items():
-        print(f"{name:<24}{figure:>9.2f}")
+        print(f"{name:<24}{figure:>9.3g}")

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from measuring import in_turns, parse, rate, tell
 
-from sdlab import engine, evaluate, features, models, sample, scenes, solvers
+from sdlab import engine, evaluate, features, models, predictor, sample, scenes, solvers
 
 NOTES = {
     "one_scale_vs_diffusers": "text, UNet, VAE and uint8 at one guidance scale, dpmpp_2m; StableDiffusionPipeline, DPM++ scheduler",
@@ -77,7 +77,7 @@ class Pair:
         """Float pictures (S, B, H, W, 3) in [0, 1]."""
         self.pipeline.scheduler = self.scheduler(solver)
         asked = {"num_inference_steps": steps or self.sizes.steps, "output_type": "np"}
-        noise, size = sample.draw_noise(self.model, range(self.sizes.pictures)), self.sizes.batch_size
+        noise, size = predictor.draw_noise(self.model, range(self.sizes.pictures)), self.sizes.batch_size
         batches = [(self.prompts[start : start + size], noise[start : start + size]) for start in range(0, len(noise), size)]
         drawn = [self.pipeline(prompts, latents=some, guidance_scale=scale, **asked) for scale in scales for prompts, some in batches]
         return np.concatenate([one.images for one in drawn]).reshape(len(scales), len(noise), *drawn[0].images.shape[1:])

@@ -108,7 +108,13 @@ def configure(**values: Any) -> SampleConfig:
     return build(SampleConfig, values, where="sampling")
 
 
-def draw_grid(config: SampleConfig, axes: Mapping[str, Sequence[Any]] | None = None, *, guidance: Combine | Guidance | None = None) -> Grid:
+def draw_grid(
+    config: SampleConfig,
+    axes: Mapping[str, Sequence[Any]] | None = None,
+    *,
+    guidance: Combine | Guidance | None = None,
+    model: models.TextToImage | None = None,
+) -> Grid:
     """Draw what two axes span, rows first, and keep each picture in `study_dir/pictures` with its settings inside.
 
     What is there already with the same settings, weights and batch size is not drawn again. Where the prompt is no axis, the first one is
@@ -118,22 +124,25 @@ def draw_grid(config: SampleConfig, axes: Mapping[str, Sequence[Any]] | None = N
         config: what does not change.
         axes: two names of `AXES` with their values, as in {"solver": ["ddim", "plms"], "num_inference_steps": [5, 10]}; by default the
             config's prompts and guidance scales.
-        guidance: one's own, in place of the config's; for several ranks it has to be named in the config, as "module:function".
+        guidance: one's own, in place of the config's; this process alone draws with it. For several ranks it has to be named in the config,
+            as "module:function".
+        model: the config's, where it is loaded already.
 
     Raises:
         ConfigError: a value that cannot be used, before anything is drawn.
     """
-    axes = axes or {"prompt": config.prompts, "guidance_scale": config.guidance_scales}
-    ranks = launch.Ranks(launch.devices(config.devices), config.num_nodes)
-    if guidance is not None and ranks.devices * ranks.num_nodes > 1:
-        raise ConfigError("several ranks cannot share a function of a notebook; name it in guidance, as in 'module:function'")
-    album = Album(config, axes, guidance)
-    missing = album.missing()
-    if missing and ranks.devices * ranks.num_nodes > 1:
+    album = Album(config, axes or {"prompt": config.prompts, "guidance_scale": config.guidance_scales}, guidance)
+    ranks, missing = launch.Ranks(launch.devices(config.devices), config.num_nodes), album.missing()
+    several = ranks.devices * ranks.num_nodes > 1
+    if several and guidance is not None:
+        print("a function of this notebook draws in its own process alone; named in guidance, as 'module:function', it draws on all ranks")
+    if missing and several and guidance is None:
         job = {"verb": "sample", "config": config.model_dump(mode="json"), "axes": dict(album.axes)}
         launch.run_ranks(album.folder / JOB, {**job, "missing": [picture.path.name for picture in missing]}, ranks)
+    elif missing:
+        album.draw(missing, model)
     else:
-        album.draw(missing)
+        print(f"all {len(album.unique)} pictures are there already")
     return album.finish()
 
 
@@ -203,17 +212,13 @@ class Album:
         """Pictures that are not there whole; with a function of a notebook all, since nothing tells what it depends on."""
         return [picture for picture in self.unique if self.own is not None or not _is_whole(picture)]
 
-    def draw(self, wanted: Sequence[Picture]) -> None:
-        """Draw some of the pictures in this process, and keep each as soon as it is drawn."""
-        model = None
+    def draw(self, wanted: Sequence[Picture], model: models.TextToImage | None = None) -> None:
+        """Draw some of the pictures in this process, and keep each as soon as it is drawn; `model` is one that is loaded already."""
         with launch.progress(total=len(wanted), title="sample", unit=" pictures") as bar:
             for checkpoint, of_checkpoint in _grouped(wanted, lambda one: one.checkpoint):
-                model = models.load(
-                    self.config.model,
-                    weights=self.config.weights,
-                    checkpoint=checkpoint,
-                    frozen=None if model is None else model.frozen,
-                )
+                if model is None or model.weights_hash != of_checkpoint[0].settings.weights_hash:
+                    frozen = None if model is None else model.frozen
+                    model = models.load(self.config.model, weights=self.config.weights, checkpoint=checkpoint, frozen=frozen)
                 for _, alike in _grouped(of_checkpoint, lambda one: _shared(one.settings)):
                     shots = [_shot(one.settings) for one in alike]
                     for which, images in sample.stream(model, alike[0].how, shots, report=bar.update):
@@ -224,7 +229,7 @@ class Album:
         """The grid with its pictures, read from the folder; `results.json` is written.
 
         Raises:
-            RuntimeError: a picture is not there.
+            OSError: a picture is not there.
         """
         images = np.stack([np.stack([_read(picture.path) for picture in line]) for line in self.pictures])
         settings, work = ([[getattr(picture, name) for picture in line] for line in self.pictures] for name in ("settings", "work"))

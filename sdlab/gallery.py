@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def images_of(
     guidance: Guidance | Combine | str = CONSTANT,
     on_evaluation: sample.OnEvaluation | None = None,
 ) -> np.ndarray:
-    """Draw a request, all its pictures in one batch: uint8 (N, 3, H, W) in the order of its shots.
+    """Draw a request, all its pictures at the same time: uint8 (N, 3, H, W) in the order of its shots.
 
     Raises:
         ConfigError: as `sample.sample`.
@@ -102,11 +103,16 @@ def images_of(
         spacing=request.spacing,
         resolution=request.resolution,
         negative_prompt=request.negative_prompt,
-        batch_size=len(seeds),
+        batch_size=_batch_size(model, request),
         precision=request.precision,
         guidance=guidance,
         on_evaluation=on_evaluation,
     )
+
+
+def _batch_size(model: models.TextToImage, request: Request) -> int:
+    """So that all pictures are drawn at the same time."""
+    return math.ceil(len(request.shots) / sample.beside(model))
 
 
 def cut_off(model: models.TextToImage, request: Request) -> str:
@@ -141,7 +147,12 @@ def finish(model: models.TextToImage, request: Request, *, guidance: Guidance, i
     shared: dict[str, Any] = {"prompt": request.prompt, "negative_prompt": request.negative_prompt, "guidance": guidance.name}
     shared |= {"solver": request.solver, "spacing": request.spacing, "num_inference_steps": request.num_inference_steps}
     shared |= {"model": model.name, "weights": model.weights, "step": model.step, "weights_hash": model.weights_hash}
-    shared |= {"height": images.shape[2], "width": images.shape[3], "batch_size": len(images), "precision": request.precision}
+    shared |= {
+        "height": images.shape[2],
+        "width": images.shape[3],
+        "batch_size": _batch_size(model, request),
+        "precision": request.precision,
+    }
     each = [settings.Settings(seed=seed, guidance_scale=scale, **shared) for seed, scale in request.shots]
     pngs = [settings.png_bytes(image, its) for image, its in zip(images, each, strict=True)]
     return Drawn(request, pngs, each, seconds, cut_off(model, request))

@@ -25,7 +25,7 @@ from sdlab.guidance import CONSTANT, Combine, Guidance, read
 Load = Callable[[Checkpoint], models.TextToImage]
 MOST_PICTURES, MOST_SEED, MOST_DRAWS = 16, 2**53 - 1, 20
 COLUMNS = 4
-PAUSE_S = 0.25
+PAUSE_S = 0.2
 """Seconds without a further move after which a turned knob draws."""
 FOLDER = "papermill_runs/out/panel"
 RED = "var(--jp-error-color1, #b00020)"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdlab import diffusion, models, sample, solvers
+from sdlab import diffusion, models, predictor, solvers
 from sdlab.drawing import Drawing, Shot, check_scales
 from sdlab.guidance import At
 
@@ -59,8 +59,8 @@ def follow(model: models.TextToImage, drawing: Drawing, shot: Shot) -> Trajector
     both = replace(drawing.guidance, combine=combine, one_is_cond=False, zero_is_uncond=False)
     watched = replace(drawing, batch_size=1, guidance=both)
     with torch.inference_mode():
-        forward = sample.Forward(model, watched, [shot], lambda: None)
-        ask = sample.Predictor(forward, [shot])
+        forward = predictor.Forward(model, watched, [shot])
+        ask = predictor.Predictor(forward, [shot])
         solvers.SOLVERS[drawing.solver](predict, forward.noise([shot]), timesteps=drawing.timesteps, alphas=drawing.alphas)
         at, followed, without = zip(*seen, strict=True)
         guided, unguided = torch.cat(followed), torch.cat(without)

@@ -147,9 +147,11 @@ def test_ranks_share_the_pictures_and_draw_the_same(tmp_path, monkeypatch, devic
     assert np.array_equal(again.images, alone.images)
 
 
-def test_a_function_cannot_go_to_several_ranks_without_a_name(tmp_path):
-    with pytest.raises(ConfigError, match="module:function"):
-        album.draw_grid(configure(tmp_path, devices=2), guidance=lambda cond, uncond, scale, at: cond)
+def test_a_function_of_the_notebook_draws_here_whatever_the_number_of_ranks_and_says_so(tmp_path, capsys):
+    mine = lambda cond, uncond, scale, at: uncond + 3 * (cond - uncond)  # noqa: E731
+    one, two = (album.draw_grid(configure(tmp_path / str(ranks), devices=ranks, guidance_scales=[3.0]), guidance=mine) for ranks in (1, 2))
+    assert np.array_equal(one.images, two.images)
+    assert "named in guidance, as 'module:function', it draws on all ranks" in capsys.readouterr().out
 
 
 BAD = {

@@ -36,3 +36,11 @@ def test_the_benchmark_of_training_runs_and_writes_its_figures(tmp_path):
 
 def test_the_benchmark_of_the_full_step_runs_and_writes_its_figures(tmp_path):
     assert set(run("full_step", tmp_path / "full_step.json")["ratios"]) == {"step_vs_parts"}
+
+
+def test_the_benchmark_of_sampling_runs_and_its_pictures_are_those_of_diffusers(tmp_path):
+    written = run("sampling", tmp_path / "sampling.json")
+    assert {"one_scale_vs_diffusers", "sweep_vs_diffusers"} < set(written["ratios"])
+    assert written["figures"]["largest_difference"] < 1e-3
+    assert [rung["rung"] for rung in written["ladder"]] == [name for name in written["ratios"] if name.startswith("ladder")]
+    assert written["ladder"][0]["above_first"] == 0 and all(rung["frechet"] > 0 for rung in written["ladder"])

@@ -12,7 +12,7 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from sdlab import diffusion, export, files, models, parents, parts, presets, sample, single, stored
+from sdlab import diffusion, export, files, models, parents, parts, predictor, presets, sample, single, stored
 from sdlab.config import ConfigError
 
 FAMILIES = ("sd15_tiny", "sd20_tiny", "sdxl_tiny")
@@ -51,7 +51,7 @@ def test_diffusers_draws_from_either_what_we_draw(drawn, family, how) -> None:
     prompt = "a large owl on a pink background"
     settings = {"num_inference_steps": 3, "guidance_scale": 4.0}
     ours = sample.sample(model, [prompt], seeds=[7], solver="ddim", **settings)
-    noise = sample.draw_noise(model, [7])
+    noise = predictor.draw_noise(model, [7])
     theirs = pipeline_of(folder, **how)(prompt, latents=noise, height=64, width=64, output_type="np", **settings).images
     assert np.abs(theirs[0].transpose(2, 0, 1) * 255 - ours[0]).max() <= 0.51 + 255 * 1e-4
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from test_launch import left, mark
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from sdlab import batches, drawing, models, parts, places, prepare, presets, runs, sample, stages, state, stored, train
+from sdlab import batches, drawing, models, parts, places, predictor, prepare, presets, runs, sample, stages, state, stored, train
 from sdlab.cache import open_cache
 from sdlab.config import ConfigError, Networks, TrainConfig
 
@@ -334,7 +334,7 @@ def assert_null(text: parts.TextStates, networks: Networks, family: str) -> None
 def test_the_empty_negative_prompt_is_what_a_dropped_caption_was(family: str, trained: Callable[[str], Path]) -> None:
     model = models.load(str(trained(family)), weights="auto")
     shots = [drawing.Shot("a cat", seed, 2.0) for seed in (0, 1)]
-    text = sample.Forward(model, drawing.configure(model, batch_size=2), shots, lambda: None).text(shots, sample.BOTH)
+    text = predictor.Forward(model, drawing.configure(model, batch_size=2), shots).text(shots, predictor.BOTH)
     assert_null(text[[2, 3]], model.networks, family)
     assert text.prompt_embeds[0].any(dim=1).all()
 
@@ -351,7 +351,7 @@ def test_pictures_are_those_of_diffusers_own_pipeline_on_the_exported_folder(fam
     pipeline.set_progress_bar_config(disable=True)
     run, export = (models.load(str(source), weights="auto") for source in (trained(family), folder))
     settings = {"guidance_scale": 3.0, "num_inference_steps": 3}
-    asked = {"latents": sample.draw_noise(run, [5, 3]), "height": run.resolution, "width": run.resolution, **settings}
+    asked = {"latents": predictor.draw_noise(run, [5, 3]), "height": run.resolution, "width": run.resolution, **settings}
     latents = pipeline(PROMPTS, output_type="latent", **asked).images
     with torch.no_grad():
         images = pipeline.vae.decode(latents / pipeline.vae.config.scaling_factor).sample / 2 + 0.5

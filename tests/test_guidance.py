@@ -13,7 +13,7 @@ import pytest
 import torch
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import rescale_noise_cfg
 
-from sdlab import diffusion, drawing, guidance, sample
+from sdlab import diffusion, drawing, guidance, predictor, sample
 from sdlab.config import ConfigError, Networks
 from sdlab.guidance import At
 from sdlab.parts import TextStates
@@ -152,6 +152,9 @@ class Told:
     def __call__(self, latents, timesteps, *, encoder_hidden_states, added_cond_kwargs):
         return SimpleNamespace(sample=told(latents, encoder_hidden_states.view(-1, 1, 1, 1), timesteps.view(-1, 1, 1, 1)))
 
+    def parameters(self):
+        return []
+
     def tokenize(self, texts):
         return torch.tensor([[[float(text)]] for text in texts])
 
@@ -172,7 +175,7 @@ def drawn(prediction_type, guided, scale):
     of = Networks(frozen="tiny", unet={}, prediction_type=prediction_type)
     how, model = drawing.Drawing(of, "ddim", 4, guidance=guided, size=(64, 64), batch_size=2), Told()
     list(sample.stream(model, how, [drawing.Shot("0.5", seed, scale, negative_prompt="-0.2") for seed in (1, 2)]))
-    return how, sample.draw_noise(model, [1, 2], (64, 64)), model.latents[0]
+    return how, predictor.draw_noise(model, [1, 2], (64, 64)), model.latents[0]
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.6, 1.0])

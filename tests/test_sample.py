@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sdlab import drawing, guidance, models, sample, solvers
+from sdlab import drawing, guidance, models, predictor, sample, solvers
 from sdlab.config import ConfigError
 
 PROMPTS = [
@@ -128,6 +128,16 @@ def test_guidance_that_gives_no_prediction_is_refused(model, mine):
         sample.sample(model, PROMPTS[:1], seeds=[1], guidance=mine, **QUICK)
 
 
+def test_guidance_that_gives_a_pair_goes_with_first_order_solvers_alone(model):
+    pair = lambda cond, uncond, scale, at: (cond, uncond)  # noqa: E731
+    settings = {"guidance": pair, **QUICK}
+    plus_plus = sample.sample(model, PROMPTS, seeds=SEEDS, **{**QUICK, "guidance": "cfgpp", "guidance_scale": 1, "solver": "ddim"})
+    ours = sample.sample(model, PROMPTS, seeds=SEEDS, solver="ddim", **settings)
+    assert np.abs(ours.astype(int) - plus_plus).max() <= 1
+    with pytest.raises(ConfigError, match="guidance gave a pair, which solver 'dpmpp_2m' cannot follow; use ddim or euler"):
+        sample.sample(model, PROMPTS, seeds=SEEDS, **settings)
+
+
 def test_one_batch_may_carry_different_scales_and_each_image_is_as_if_alone(model):
     scales = [1, 5.0, 2.5, 0, 5.0]
     together = sample.sample(model, PROMPTS, seeds=SEEDS, **{**QUICK, "guidance_scale": scales})
@@ -185,10 +195,41 @@ def test_a_sweep_runs_the_first_evaluation_once_for_all_scales_and_draws_what_ea
         assert np.array_equal(together[3 * place : 3 * place + 3], alone)
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_batches_drawn_beside_each_other_are_what_each_is_alone_and_the_number_of_threads_stays(model, two_threads):
+    together = sample.sample(model, PROMPTS * 2, seeds=range(10), **{**QUICK, "batch_size": 2})
+    for place in (0, 4, 9):
+        alone = sample.sample(model, [PROMPTS[place % 5]], seeds=[place], **{**QUICK, "batch_size": 2})
+        assert np.array_equal(together[place], alone[0])
+    assert torch.get_num_threads() == 2
+
+
+def test_what_ends_one_batch_ends_those_beside_it(model, two_threads):
+    asked = []
+
+    def stop(done, total):
+        asked.append(done)
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sample.sample(model, PROMPTS, seeds=SEEDS, on_evaluation=stop, **{**QUICK, "batch_size": 1, "num_inference_steps": 30})
+    assert len(asked) < 12 and torch.get_num_threads() == 2
+
+
 def test_the_text_states_of_a_few_batches_are_held_at_a_time(model, monkeypatch):
     held = []
-    real = sample.Forward.__init__
-    monkeypatch.setattr(sample.Forward, "__init__", lambda self, *given: held.append(len(given[2])) or real(self, *given))
+    real = predictor.Forward.__init__
+    monkeypatch.setattr(
+        predictor.Forward, "__init__", lambda self, *given, **more: held.append(len(given[2])) or real(self, *given, **more)
+    )
     how = drawing.configure(model, num_inference_steps=1, batch_size=2)
     shots = drawing.shots_of([f"an owl {number}" for number in range(40)], seeds=range(40), guidance_scale=1)
     stream = sample.stream(model, how, shots)
@@ -259,7 +300,7 @@ def test_pictures_are_those_of_diffusers_own_pipeline(model, solver):
         **parts, scheduler=scheduler, safety_checker=None, feature_extractor=None, requires_safety_checker=False
     )
     pipeline.set_progress_bar_config(disable=True)
-    noise = sample.draw_noise(model, SEEDS[:2])
+    noise = predictor.draw_noise(model, SEEDS[:2])
     theirs = pipeline(PROMPTS[:2], latents=noise, guidance_scale=3.0, num_inference_steps=4, output_type="np").images.transpose(0, 3, 1, 2)
     same = models.TextToImage(**{**vars(model), "networks": networks})
     ours = sample.sample(same, PROMPTS[:2], seeds=SEEDS[:2], guidance_scale=3.0, num_inference_steps=4, solver=solver, batch_size=2)
