@@ -14,23 +14,12 @@ from pydantic import Field
 
 from sdlab import drawing, launch, models, pictures, places, runs, sample, stored
 from sdlab import guidance as guidances
-from sdlab.config import ConfigError, Model, SamplePrecision, build, hint, resolve_path
+from sdlab.axes import AXES, Axis, label
+from sdlab.axes import read as read_axes
+from sdlab.config import Model, SamplePrecision, build, near_path, resolve_path
 from sdlab.guidance import Combine, Guidance
 from sdlab.settings import Settings, read_png, save_png
 
-AXES: dict[str, type] = {
-    "checkpoint": int,
-    "prompt": str,
-    "negative_prompt": str,
-    "guidance_scale": float,
-    "guidance": str,
-    "seed": int,
-    "solver": str,
-    "num_inference_steps": int,
-}
-"""What may change along a grid, with its type; a checkpoint may also be "latest"."""
-Axis = tuple[str, list[Any]]
-"""A name of `AXES` and its values."""
 _Item = TypeVar("_Item")
 PICTURES = "pictures"
 """Where they are kept in a study's folder."""
@@ -83,20 +72,21 @@ class Grid:
     def title(self) -> str:
         """What all its pictures share, in a line."""
         first, axes = self.settings[0][0], {self.rows[0], self.columns[0]}
-        steps = f"{first.num_inference_steps} steps"
         shared = {"guidance": f"guidance {first.guidance}", "guidance_scale": f"scale {first.guidance_scale:g}", "solver": first.solver}
-        shared |= {"num_inference_steps": steps, "checkpoint": f"{first.weights} weights after {first.step} steps"}
+        shared |= {"num_inference_steps": f"{first.num_inference_steps} steps", "weights": f"{first.weights} weights"}
+        shared |= {"checkpoint": f"after {first.step} steps of training"}
+        shared |= {"negative_prompt": f"away from \u201c{first.negative_prompt}\u201d"} if first.negative_prompt else {}
         return ", ".join(text for name, text in shared.items() if name not in axes)
 
     @property
     def row_labels(self) -> list[str]:
         """Of the rows, as a figure says them."""
-        return _labels(*self.rows)
+        return [label(self.rows[0], line[0]) for line in self.settings]
 
     @property
     def column_labels(self) -> list[str]:
         """Of the columns."""
-        return _labels(*self.columns)
+        return [label(self.columns[0], settings) for settings in self.settings[0]]
 
 
 def configure(**values: Any) -> SampleConfig:
@@ -106,6 +96,22 @@ def configure(**values: Any) -> SampleConfig:
         ConfigError: unknown names or values that cannot be used.
     """
     return build(SampleConfig, values, where="sampling")
+
+
+def check(config: SampleConfig) -> None:
+    """Refuse what cannot be drawn of the first grid and of the one that the config's axes span, before anything is.
+
+    Raises:
+        ConfigError: as `draw_grid`.
+    """
+    for axes in (first_axes(config), config.axes):
+        if axes:
+            Album(config, axes)
+
+
+def first_axes(config: SampleConfig) -> dict[str, list[Any]]:
+    """Prompts down, guidance scales to the right."""
+    return {"prompt": list(config.prompts), "guidance_scale": list(config.guidance_scales)}
 
 
 def draw_grid(
@@ -118,7 +124,7 @@ def draw_grid(
     """Draw what two axes span, rows first, and keep each picture in `study_dir/pictures` with its settings inside.
 
     What is there already with the same settings, weights and batch size is not drawn again. Where the prompt is no axis, the first one is
-    drawn; where the seed is none, prompt i has `seed` + i. `study_dir/results.json` tells what was drawn last.
+    drawn; where the seed is none, prompt i has `seed` + i. `study_dir/results.json` lists all pictures there.
 
     Args:
         config: what does not change.
@@ -131,7 +137,7 @@ def draw_grid(
     Raises:
         ConfigError: a value that cannot be used, before anything is drawn.
     """
-    album = Album(config, axes or {"prompt": config.prompts, "guidance_scale": config.guidance_scales}, guidance)
+    album = Album(config, axes or first_axes(config), guidance)
     ranks, missing = launch.Ranks(launch.devices(config.devices), config.num_nodes), album.missing()
     several = ranks.devices * ranks.num_nodes > 1
     if several and guidance is not None:
@@ -172,7 +178,7 @@ class Album:
     """A grid and the folder that its pictures are kept in."""
 
     def __init__(self, config: SampleConfig, axes: Mapping[str, Sequence[Any]], guidance: Combine | Guidance | None = None) -> None:
-        self.config, self.axes, self.own = config, _axes(axes), None if guidance is None else guidances.read(guidance)
+        self.config, self.axes, self.own = config, read_axes(axes), None if guidance is None else guidances.read(guidance)
         self.folder = resolve_path(config.study_dir)
         (rows, row_values), (columns, column_values) = self.axes
         fixed = {"checkpoint": config.checkpoint, "prompt": config.prompts[0], "seed": config.seed} | {
@@ -191,9 +197,20 @@ class Album:
         shared = {name: getattr(self.config, name) for name in ("spacing", "batch_size", "precision")}
         how = drawing.configure(found, guidance=guided, resolution=self.config.resolution, **steps, **shared)
         drawing.check_scales(how.guidance, [values["guidance_scale"]])
-        about: dict[str, Any] = {"model": found.name, "weights": found.weights, "step": found.step, "weights_hash": found.weights_hash}
-        settings = Settings(**values | about | shared, guidance=how.guidance.name, height=how.size[0], width=how.size[1])
-        key = {**asdict(settings), "model": "", "source": how.guidance.source_hash, "frozen": places.hash_frozen(found.networks)}
+        about: dict[str, Any] = {
+            "model": near_path(found.name),
+            "weights": found.weights,
+            "step": found.step,
+            "weights_hash": found.weights_hash,
+        }
+        settings = Settings(
+            **values | about | shared,
+            guidance=how.guidance.name,
+            guidance_source=how.guidance.source_hash or "",
+            height=how.size[0],
+            width=how.size[1],
+        )
+        key = {**asdict(settings), "model": "", "frozen": places.hash_frozen(found.networks)}
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         name = f"seed-{settings.seed}-guidance-{settings.guidance_scale:g}-{digest[:16]}.png"
         return Picture(self.folder / PICTURES / name, checkpoint, how, settings)
@@ -234,52 +251,28 @@ class Album:
         images = np.stack([np.stack([_read(picture.path) for picture in line]) for line in self.pictures])
         settings, work = ([[getattr(picture, name) for picture in line] for line in self.pictures] for name in ("settings", "work"))
         made = Grid(*self.axes, images, settings, work)
-        rows = [self._row(picture) for line in self.pictures for picture in line]
-        frozen = places.hash_frozen(self._stored(self.pictures[0][0].checkpoint).networks)
-        identity = {"axes": dict(self.axes), "frozen": frozen}
-        content = {"schema": 1, "study": "sample", "created": runs.now(), "machine": launch.machine(), "identity": identity, "rows": rows}
-        runs.write_json(self.folder / "results.json", content)
+        rows = self._told() | {row["picture"]: row for row in (self._row(picture) for line in self.pictures for picture in line)}
+        identity = {"frozen": places.hash_frozen(self._stored(self.pictures[0][0].checkpoint).networks)}
+        content = {"schema": 1, "study": "sample", "created": runs.now(), "machine": launch.machine(), "identity": identity}
+        runs.write_json(self.folder / "results.json", {**content, "rows": list(rows.values())})
         return made
+
+    def _told(self) -> dict[str, dict[str, Any]]:
+        """What `results.json` says already of pictures that are there."""
+        try:
+            rows = json.loads((self.folder / "results.json").read_text(encoding="utf-8"))["rows"]
+            return {row["picture"]: row for row in rows if (self.folder / row["picture"]).is_file()}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
 
     def _row(self, picture: Picture) -> dict[str, Any]:
         work = picture.work
         return {
             "picture": str(picture.path.relative_to(self.folder)),
             **asdict(picture.settings),
-            "guidance_source": picture.how.guidance.source_hash,
             "unet_evaluations": work.evaluations,
             "unet_rows": work.rows,
         }
-
-
-def _axes(given: Mapping[str, Sequence[Any]]) -> tuple[Axis, Axis]:
-    """Rows and columns, with their values in their types."""
-    if len(given) != 2:
-        raise ConfigError(f"axes {list(given)}: give two of {', '.join(AXES)}, each with its values")
-    for name, values in given.items():
-        if name not in AXES:
-            raise ConfigError(f"axis {name!r} is not known{hint(name, AXES)}")
-        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
-            raise ConfigError(f"axis {name}={values!r}; give a list of values")
-    rows, columns = ((name, [_value(name, value) for value in values]) for name, values in given.items())
-    return rows, columns
-
-
-def _value(name: str, value: Any) -> Any:
-    kind = AXES[name]
-    if (name, value) == ("checkpoint", "latest"):
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
-        raise ConfigError(f"axis {name}: {value!r} is {type(value).__name__}; it has to be {_KINDS[kind]}")
-    return kind(value)
-
-
-_KINDS = {int: "a whole number", float: "a number", str: "text"}
-_LABELS = {"checkpoint": "step {}", "guidance_scale": "guidance {:g}", "seed": "seed {}", "num_inference_steps": "{} steps"}
-
-
-def _labels(name: str, values: Sequence[Any]) -> list[str]:
-    return ["latest" if value == "latest" else _LABELS.get(name, "{}").format(value) for value in values]
 
 
 def _shared(settings: Settings) -> tuple[Any, ...]:

@@ -146,15 +146,13 @@ def _size(networks: Networks, resolution: int | Sequence[int]) -> Size:
 
 def truncated(model: models.TextToImage, prompts: Sequence[str]) -> str:
     """What is said of prompts that the text encoder does not read to their end; "" where there are none."""
-    unique = list(dict.fromkeys(prompts))
-    counts = [count for count in model.frozen.count_tokens(unique) if count > model.frozen.max_tokens]
-    if not counts:
+    unique, most = [prompt for prompt in dict.fromkeys(prompts) if prompt], model.frozen.max_tokens
+    counts = dict(zip(unique, model.frozen.count_tokens(unique), strict=True)) if unique else {}
+    long = [f"\u201c{prompt[:40].strip()}\u2026\u201d has {count}" for prompt, count in counts.items() if count > most]
+    if not long:
         return ""
-    many = f"{len(counts)} of {len(unique)} prompts have" if len(unique) > 1 else "the prompt has"
-    most = f"up to {max(counts)}" if len(counts) > 1 else str(counts[0])
-    return (
-        f"{many} more than the {model.frozen.max_tokens} tokens that are read ({most}, start and end included): what is beyond is cut off"
-    )
+    listed = "; ".join([*long[:3], *(["..."] if len(long) > 3 else [])])
+    return f"{len(long)} of {len(unique)} prompts go beyond the {most} tokens that are read, start and end included, and are cut: {listed}"
 
 
 def _check_texts(prompts: Sequence[str], negative_prompt: str) -> None:
@@ -184,5 +182,5 @@ def check_scales(guided: Guidance, scales: Sequence[float]) -> None:
     for scale in dict.fromkeys(scales):
         number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
         if not number or not (math.isfinite(scale) and 0 <= scale <= guided.largest):
-            top = "up" if guided.largest == math.inf else f"to {guided.largest:g} with guidance {guided.name!r}"
-            raise ConfigError(f"guidance_scale={scale!r}; it has to be a finite number from 0 {top} (1 is off, 0 unconditional)")
+            top = "up (1 is off, 0 unconditional)" if guided.largest == math.inf else f"to {guided.largest:g} with guidance {guided.name!r}"
+            raise ConfigError(f"guidance_scale={scale!r}; it has to be a finite number from 0 {top}")

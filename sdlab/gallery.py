@@ -19,7 +19,7 @@ import traitlets
 from PIL import Image
 
 from sdlab import drawing, models, sample, settings, solvers
-from sdlab.config import SamplePrecision
+from sdlab.config import SamplePrecision, near_path
 from sdlab.guidance import CONSTANT, Combine, Guidance
 
 Checkpoint = int | str
@@ -117,7 +117,7 @@ def _batch_size(model: models.TextToImage, request: Request) -> int:
 
 def cut_off(model: models.TextToImage, request: Request) -> str:
     """What is said where a prompt is longer than what is read of it, else nothing."""
-    return drawing.truncated(model, [text for text in (request.prompt, request.negative_prompt) if text] or [""])
+    return drawing.truncated(model, [request.prompt, request.negative_prompt])
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,9 @@ class Drawn:
 def finish(model: models.TextToImage, request: Request, *, guidance: Guidance, images: np.ndarray, seconds: float) -> Drawn:
     """What came of a request: its pictures with their settings."""
     shared: dict[str, Any] = {"prompt": request.prompt, "negative_prompt": request.negative_prompt, "guidance": guidance.name}
+    shared |= {"guidance_source": guidance.source_hash or "", "model": near_path(model.name)}
     shared |= {"solver": request.solver, "spacing": request.spacing, "num_inference_steps": request.num_inference_steps}
-    shared |= {"model": model.name, "weights": model.weights, "step": model.step, "weights_hash": model.weights_hash}
+    shared |= {"weights": model.weights, "step": model.step, "weights_hash": model.weights_hash}
     shared |= {
         "height": images.shape[2],
         "width": images.shape[3],

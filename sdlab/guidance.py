@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from sdlab.config import ConfigError, hint
+from sdlab.config import ConfigError, nearest
 
 
 class At(NamedTuple):
@@ -150,14 +151,17 @@ def named(text: str) -> Guidance:
             raise ConfigError(f"guidance {text!r}: a function takes no arguments here; give it as {name!r}")
         return _imported(name)
     if name not in GUIDANCES:
-        raise ConfigError(f"guidance {name!r} is not known{hint(name, GUIDANCES)}; one's own function is given as 'module:function'")
+        known = f"{', '.join(GUIDANCES)}, and functions of one's own as 'module:function'"
+        raise ConfigError(f"guidance {name!r} is not known; known are {known}{nearest(name, GUIDANCES)}")
     try:
         numbers, settings = _numbers(arguments or "()")
         return GUIDANCES[name](*numbers, **settings)
     except ConfigError:
         raise
     except (TypeError, ValueError, SyntaxError, OverflowError, MemoryError, RecursionError):
-        raise ConfigError(f"guidance {text!r} cannot be read; its arguments are numbers: {name}{_signature(GUIDANCES[name])}") from None
+        raise ConfigError(
+            f"guidance {text!r} cannot be read; its arguments are finite numbers: {name}{_signature(GUIDANCES[name])}"
+        ) from None
 
 
 def _numbers(arguments: str) -> tuple[list[float], dict[str, float]]:
@@ -192,7 +196,8 @@ def _imported(name: str) -> Guidance:
             _READ[module], home = code, importlib.reload(home)
         found = getattr(home, function)
     except (Exception, SystemExit) as error:  # a module of one's own may raise anything
-        raise ConfigError(f"guidance {name!r} cannot be imported: {type(error).__name__}: {error}") from None
+        places = f"looked for in {os.getcwd()} and on PYTHONPATH"
+        raise ConfigError(f"guidance {name!r} cannot be imported ({places}): {type(error).__name__}: {error}") from None
     return replace(own(found), name=name, source_hash=_source_hash(found, home))
 
 

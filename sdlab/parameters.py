@@ -57,7 +57,9 @@ VOCABULARY: dict[str, Parameter] = {
     "global_batch_size": Parameter(int | None, "samples of one optimizer step; none: the stage's"),
     "gradient_checkpointing": Parameter(bool, "compute activations again in the backward pass: less memory, a third more time"),
     "guidance": Parameter(
-        str, "constant, interval, rising, rescale or cfgpp, also with numbers as in interval(0.4, 3); or a function as module:function"
+        str,
+        "constant, interval, rising or rescale, also with numbers as in interval(0.4, 3); cfgpp, with ddim or euler, "
+        "for scales from 0 to 1; or a function as module:function",
     ),
     "guidance_scale": Parameter(float, "1 is off, 0 unconditional"),
     "guidance_scales": Parameter(list[float], "1 is off, 0 unconditional"),

@@ -27,7 +27,7 @@ _NEGATIVE = "Negative prompt:"
 _NAMES = {
     **{"num_inference_steps": "Steps", "solver": "Sampler", "guidance_scale": "CFG scale", "seed": "Seed", "size": "Size"},
     **{"weights_hash": "Model hash", "model": "Model", "spacing": "Timestep spacing", "guidance": "Guidance", "weights": "Weights"},
-    **{"step": "Step", "precision": "Precision", "batch_size": "Batch size"},
+    **{"step": "Step", "precision": "Precision", "batch_size": "Batch size", "guidance_source": "Guidance source"},
 }
 _QUOTED = re.compile(r'[,:"\n]|^\s|\s\Z')
 _PAIR = re.compile(r'(?:^|,)([^:,"]+):\s*("(?:[^"\\]|\\.)*(?:"|\\?$)|[^,]*)')
@@ -53,6 +53,8 @@ class Settings:
     height: int = 0
     batch_size: int = 0
     precision: str = "32-true"
+    guidance_source: str = ""
+    """SHA-256 of the source of a guidance function of one's own."""
 
     def __post_init__(self) -> None:
         for name, kind in Settings.__annotations__.items():
@@ -74,7 +76,13 @@ def _wanted(name: str, kind: str, value: Any) -> str:
 def to_text(settings: Settings) -> str:
     """The text that A1111's web UI keeps with a picture: the prompts, then a line of what is known, also under names of our own."""
     said: dict[str, Any] = asdict(settings)
-    said |= {"solver": SAMPLERS[settings.solver], "seed": str(settings.seed), "weights_hash": settings.weights_hash[:10]}
+    said |= {
+        "model": Path(settings.model).name,
+        "solver": SAMPLERS[settings.solver],
+        "seed": str(settings.seed),
+        "weights_hash": settings.weights_hash[:10],
+    }
+    said["guidance_source"] = settings.guidance_source[:10]
     said["guidance_scale"] = repr(float(settings.guidance_scale)).removesuffix(".0")
     said["size"] = f"{settings.width}x{settings.height}" if settings.width and settings.height else ""
     pairs = {name: str(said[field]) for field, name in _NAMES.items() if said[field]} | {"Version": f"sdlab {version('sdlab')}"}

@@ -322,7 +322,11 @@ def test_hostile_prompts_are_escaped_in_html_and_may_be_half_characters(made):
 def test_a_long_prompt_is_noted_in_red_beside_its_pictures(made):
     made.knobs["prompt"].value = "an owl " * 100
     made.wait()
-    assert "seeds 0 to 1" in made.status.value and panel.RED in made.status.value and "what is beyond is cut off" in made.status.value
+    assert (
+        "seeds 0 to 1" in made.status.value
+        and panel.RED in made.status.value
+        and "start and end included, and are cut" in made.status.value
+    )
     assert "owl an\u2026\u201d: guidance" in made.status.value
 
 

@@ -289,8 +289,9 @@ def test_other_sizes_and_sides_of_different_length_can_be_drawn(model):
 def test_prompts_that_are_cut_are_counted(model):
     long = " ".join(["owl"] * 200)
     assert drawing.truncated(model, PROMPTS) == ""
-    assert drawing.truncated(model, [*PROMPTS, long, long]).startswith(
-        f"1 of 6 prompts have more than the {model.frozen.max_tokens} tokens"
+    told = drawing.truncated(model, [*PROMPTS, long, long])
+    assert (
+        told.startswith(f"1 of 5 prompts go beyond the {model.frozen.max_tokens} tokens") and "\u201cowl owl" in told and "has 402" in told
     )
 
 
