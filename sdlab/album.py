@@ -16,7 +16,7 @@ from sdlab import drawing, launch, models, pictures, places, runs, sample, store
 from sdlab import guidance as guidances
 from sdlab.axes import AXES, Axis, label
 from sdlab.axes import read as read_axes
-from sdlab.config import Model, SamplePrecision, build, near_path, resolve_path
+from sdlab.config import ConfigError, Model, SamplePrecision, build, near_path, resolve_path
 from sdlab.guidance import Combine, Guidance
 from sdlab.settings import Settings, read_png, save_png
 
@@ -143,7 +143,7 @@ def draw_grid(
     if several and guidance is not None:
         print("a function of this notebook draws in its own process alone; named in guidance, as 'module:function', it draws on all ranks")
     if missing and several and guidance is None:
-        job = {"verb": "sample", "config": config.model_dump(mode="json"), "axes": dict(album.axes)}
+        job = {"verb": "sample", "config": album.config.model_dump(mode="json"), "axes": dict(album.axes)}
         launch.run_ranks(album.folder / JOB, {**job, "missing": [picture.path.name for picture in missing]}, ranks)
     elif missing:
         album.draw(missing, model)
@@ -178,39 +178,45 @@ class Album:
     """A grid and the folder that its pictures are kept in."""
 
     def __init__(self, config: SampleConfig, axes: Mapping[str, Sequence[Any]], guidance: Combine | Guidance | None = None) -> None:
-        self.config, self.axes, self.own = config, read_axes(axes), None if guidance is None else guidances.read(guidance)
-        self.folder = resolve_path(config.study_dir)
-        (rows, row_values), (columns, column_values) = self.axes
-        fixed = {"checkpoint": config.checkpoint, "prompt": config.prompts[0], "seed": config.seed} | {
-            name: getattr(config, name) for name in AXES if name not in ("checkpoint", "prompt", "seed")
-        }
+        self.own = None if guidance is None else guidances.read(guidance)
+        self.axes, self.folder = read_axes(axes), resolve_path(config.study_dir)
+        if guidance is not None and "guidance" in dict(self.axes):
+            raise ConfigError("guidance is an axis already, so that a function of one's own has no place; leave one of them out")
+        self.config = config.model_copy(update={"checkpoint": self._pinned(config, config.checkpoint)})
+        pinned = [self._pinned(config, value) for value in dict(self.axes).get("checkpoint", [])]
+        (rows, row_values), (columns, column_values) = ((name, pinned if name == "checkpoint" else values) for name, values in self.axes)
+        self.axes = (rows, row_values), (columns, column_values)
+        fixed = {"prompt": config.prompts[0], **{name: getattr(self.config, name) for name in AXES if name != "prompt"}}
         self._found: dict[int | str, stored.Stored] = {}
-        self.pictures = [[self._picture({**fixed, rows: row, columns: column}) for column in column_values] for row in row_values]
+        self.pictures = []
+        for row, row_value in enumerate(row_values):
+            line = []
+            for column, column_value in enumerate(column_values):
+                values = {**fixed, rows: row_value, columns: column_value}
+                if "seed" not in (rows, columns):
+                    values["seed"] += {rows: row, columns: column}.get("prompt", 0)
+                line.append(self._picture(values))
+            self.pictures.append(line)
+
+    @staticmethod
+    def _pinned(config: SampleConfig, checkpoint: int | str) -> int | str:
+        """The step that "latest" is at present, of a run that may go on."""
+        steps = stored.checkpoints(config.model)[1:]
+        return stored.find(config.model, weights=config.weights).step if checkpoint == "latest" and steps else checkpoint
 
     def _picture(self, values: dict[str, Any]) -> Picture:
         """What is kept of one picture; everything about it is checked."""
-        checkpoint, named, prompts = values.pop("checkpoint"), values.pop("guidance"), self.config.prompts
-        if "seed" not in dict(self.axes) and values["prompt"] in prompts:
-            values["seed"] += prompts.index(values["prompt"])
-        found, guided = self._stored(checkpoint), self.own or named
+        checkpoint, named = values.pop("checkpoint"), values.pop("guidance")
+        found, shared = self._stored(checkpoint), {name: getattr(self.config, name) for name in ("spacing", "batch_size", "precision")}
         steps = {name: values[name] for name in ("solver", "num_inference_steps")}
-        shared = {name: getattr(self.config, name) for name in ("spacing", "batch_size", "precision")}
-        how = drawing.configure(found, guidance=guided, resolution=self.config.resolution, **steps, **shared)
-        drawing.check_scales(how.guidance, [values["guidance_scale"]])
-        about: dict[str, Any] = {
-            "model": near_path(found.name),
-            "weights": found.weights,
-            "step": found.step,
-            "weights_hash": found.weights_hash,
-        }
-        settings = Settings(
-            **values | about | shared,
-            guidance=how.guidance.name,
-            guidance_source=how.guidance.source_hash or "",
-            height=how.size[0],
-            width=how.size[1],
-        )
-        key = {**asdict(settings), "model": "", "frozen": places.hash_frozen(found.networks)}
+        how = drawing.configure(found, guidance=self.own or named, resolution=self.config.resolution, **steps, **shared)
+        one = {"seeds": [values["seed"]], "guidance_scale": values["guidance_scale"], "negative_prompt": values["negative_prompt"]}
+        drawing.check_scales(how.guidance, [shot.guidance_scale for shot in drawing.shots_of([values["prompt"]], **one)])
+        about = {"model": near_path(found.name), "weights": found.weights, "step": found.step, "weights_hash": found.weights_hash}
+        guided = {"guidance": how.guidance.name, "guidance_source": how.guidance.source_hash or ""}
+        settings = Settings(**values | about | shared | guided, height=how.size[0], width=how.size[1])
+        key = {**asdict(settings), "model": "", "own": self.own is not None, "frozen": places.hash_frozen(found.networks)}
+        key |= {"networks": found.networks.model_dump(mode="json", exclude={"frozen"})}
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         name = f"seed-{settings.seed}-guidance-{settings.guidance_scale:g}-{digest[:16]}.png"
         return Picture(self.folder / PICTURES / name, checkpoint, how, settings)
@@ -233,14 +239,28 @@ class Album:
         """Draw some of the pictures in this process, and keep each as soon as it is drawn; `model` is one that is loaded already."""
         with launch.progress(total=len(wanted), title="sample", unit=" pictures") as bar:
             for checkpoint, of_checkpoint in _grouped(wanted, lambda one: one.checkpoint):
-                if model is None or model.weights_hash != of_checkpoint[0].settings.weights_hash:
-                    frozen = None if model is None else model.frozen
-                    model = models.load(self.config.model, weights=self.config.weights, checkpoint=checkpoint, frozen=frozen)
+                model = self._load(checkpoint, model)
                 for _, alike in _grouped(of_checkpoint, lambda one: _shared(one.settings)):
                     shots = [_shot(one.settings) for one in alike]
                     for which, images in sample.stream(model, alike[0].how, shots, report=bar.update):
                         for place, image in zip(which, images, strict=True):
                             save_png(image, alike[place].settings, alike[place].path)
+
+    def _load(self, checkpoint: int | str, model: models.TextToImage | None) -> models.TextToImage:
+        """The model of a checkpoint, or what of a loaded one is the same.
+
+        Raises:
+            ConfigError: it is not any more what it was when the grid was laid out.
+        """
+        found, frozen = self._stored(checkpoint), None
+        if model is not None and model.frozen.hashes == places.hash_frozen(found.networks):
+            frozen = model.frozen
+            if (model.weights_hash, model.networks) == (found.weights_hash, found.networks):
+                return model
+        loaded = models.load(self.config.model, weights=self.config.weights, checkpoint=checkpoint, frozen=frozen)
+        if loaded.weights_hash != found.weights_hash:
+            raise ConfigError(f"{found.path} holds other weights than a moment ago; run this again")
+        return loaded
 
     def finish(self) -> Grid:
         """The grid with its pictures, read from the folder; `results.json` is written.
@@ -293,6 +313,8 @@ def _grouped(items: Iterable[_Item], key: Callable[[_Item], Any]) -> list[tuple[
 
 
 def _is_whole(picture: Picture) -> bool:
+    if picture.path.is_dir():
+        raise ConfigError(f"{picture.path} is a folder where a picture has to lie; move it away")
     try:
         return read_png(picture.path) == picture.settings and _read(picture.path).size > 0
     except ValueError:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import get_args
 
 import numpy as np
@@ -16,6 +17,8 @@ from sdlab.config import ConfigError, Networks, SamplePrecision, check_resolutio
 from sdlab.guidance import At, Combine, Guidance
 from sdlab.stored import Stored
 
+LARGEST = 1e30
+"""Guidance scale that float32 can still work with."""
 Size = tuple[int, int]
 """Height and width, pixels."""
 
@@ -90,15 +93,22 @@ def shots_of(
         ConfigError: numbers that differ, no prompts, or a value that cannot be used.
     """
     _check_texts(prompts, negative_prompt)
-    _check_seeds(seeds, len(prompts))
-    one = isinstance(guidance_scale, (int, float, str))
-    scales = [guidance_scale] * len(prompts) if one else list(guidance_scale)  # type: ignore[arg-type]
+    given = list(guidance_scale) if isinstance(guidance_scale, (list, tuple, range, np.ndarray)) and np.ndim(guidance_scale) == 1 else None
+    scales = [guidance_scale] * len(prompts) if given is None else given
     if len(scales) != len(prompts):
         raise ConfigError(f"{len(scales)} guidance scales for {len(prompts)} prompts; give one for all, or one a prompt")
     return [
-        Shot(prompt, int(seed), scale, negative_prompt)  # type: ignore[arg-type]
-        for prompt, seed, scale in zip(prompts, seeds, scales, strict=True)
+        Shot(prompt, seed, _scale(scale), negative_prompt)
+        for prompt, seed, scale in zip(prompts, _seeds(seeds, len(prompts)), scales, strict=True)
     ]
+
+
+def _scale(given: object) -> float:
+    """A guidance scale as a float; what is no number is left for `check_scales` to refuse."""
+    try:
+        return float(given) if isinstance(given, Real) and not isinstance(given, (bool, np.bool_)) else given  # type: ignore[return-value]
+    except OverflowError:
+        return math.inf
 
 
 def configure(
@@ -121,7 +131,7 @@ def configure(
     solvers.check(solver, num_inference_steps, spacing, networks=networks)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"batch_size={batch_size!r}; it has to be a whole number from 1 up")
-    if precision not in get_args(SamplePrecision):
+    if not isinstance(precision, str) or precision not in get_args(SamplePrecision):
         raise ConfigError(f"precision={precision!r}; allowed are {', '.join(map(repr, get_args(SamplePrecision)))}")
     size = _size(networks, model.resolution if resolution is None else resolution)
     return Drawing(networks, solver, num_inference_steps, spacing, _guidance(guidance, solver), size, batch_size, precision)
@@ -136,12 +146,13 @@ def _guidance(given: Guidance | Combine | str, solver: str) -> Guidance:
 
 
 def _size(networks: Networks, resolution: int | Sequence[int]) -> Size:
-    sides = [resolution] * 2 if isinstance(resolution, int) else list(resolution)
-    if len(sides) != 2:
-        raise ConfigError(f"resolution={sides}: give one number of pixels a side, or height and width")
+    sides = [resolution] * 2 if isinstance(resolution, (int, np.integer)) else resolution
+    whole = isinstance(sides, (list, tuple)) and all(isinstance(side, (int, np.integer)) and not isinstance(side, bool) for side in sides)
+    if not whole or len(sides) != 2:
+        raise ConfigError(f"resolution={resolution!r}: give one whole number of pixels a side, or height and width")
     for side in sides:
         check_resolution(side, vae_factor=places.vae_factor(networks), unet_factor=models.unet_factor(networks))
-    return sides[0], sides[1]
+    return int(sides[0]), int(sides[1])
 
 
 def truncated(model: models.TextToImage, prompts: Sequence[str]) -> str:
@@ -158,19 +169,25 @@ def truncated(model: models.TextToImage, prompts: Sequence[str]) -> str:
 def _check_texts(prompts: Sequence[str], negative_prompt: str) -> None:
     if isinstance(prompts, str):
         raise ConfigError(f"prompts={prompts!r} is one text; give a list of texts, as in [{prompts!r}]")
+    if not isinstance(prompts, Sequence):
+        raise ConfigError(f"prompts={prompts!r} is no list; give a list of texts")
     if not len(prompts):
         raise ConfigError("prompts is empty; give at least one text, as in ['a large owl on a pink background']")
     for name, text in [*((f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)), ("negative_prompt", negative_prompt)]:
         if not isinstance(text, str):
             raise ConfigError(f"{name}={text!r} is {type(text).__name__}; it has to be text")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ConfigError(f"{name}={text!r:.80} holds half of a character (a lone surrogate), which is no text")
 
 
-def _check_seeds(seeds: Sequence[int], number: int) -> None:
-    if len(seeds) != number:
-        raise ConfigError(f"{len(seeds)} seeds for {number} prompts; give one seed a prompt")
+def _seeds(given: Sequence[int], number: int) -> list[int]:
+    seeds = list(given) if isinstance(given, (Sequence, np.ndarray)) else None
+    if seeds is None or len(seeds) != number:
+        raise ConfigError(f"{'no list of' if seeds is None else len(seeds)} seeds for {number} prompts; give one seed a prompt")
     for seed in seeds:
-        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**63:
+        if isinstance(seed, (bool, np.bool_)) or not isinstance(seed, (int, np.integer)) or not 0 <= int(seed) < 2**63:
             raise ConfigError(f"seed {seed!r} cannot be used; a seed is a whole number from 0 to 2**63 - 1")
+    return [int(seed) for seed in seeds]
 
 
 def check_scales(guided: Guidance, scales: Sequence[float]) -> None:
@@ -179,8 +196,8 @@ def check_scales(guided: Guidance, scales: Sequence[float]) -> None:
     Raises:
         ConfigError: one that is no finite number, below 0, or above the guidance's largest.
     """
-    for scale in dict.fromkeys(scales):
+    for scale in scales:
         number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-        if not number or not (math.isfinite(scale) and 0 <= scale <= guided.largest):
+        if not number or not 0 <= scale <= min(guided.largest, LARGEST):
             top = "up (1 is off, 0 unconditional)" if guided.largest == math.inf else f"to {guided.largest:g} with guidance {guided.name!r}"
             raise ConfigError(f"guidance_scale={scale!r}; it has to be a finite number from 0 {top}")

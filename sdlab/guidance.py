@@ -15,8 +15,11 @@ import inspect
 import math
 import os
 import re
+import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -182,23 +185,37 @@ def _signature(make: Callable[..., Guidance]) -> str:
     return str(inspect.signature(make)).split(" ->")[0].replace(": 'float' = ", "=")
 
 
-_READ: dict[str, str | None] = {}
-"""The source of each module of guidance as it was imported: one that was edited since is imported again."""
-
-
 def _imported(name: str) -> Guidance:
     module, _, function = name.partition(":")
     try:
         importlib.invalidate_caches()
-        home = importlib.import_module(module)
-        code = _source_hash(home)
-        if _READ.setdefault(module, code) != code:
-            _READ[module], home = code, importlib.reload(home)
-        found = getattr(home, function)
+        found = getattr(_fresh(module)[0], function)
+        where = inspect.getmodule(found)
+        if where is not None and where.__name__ != module and _fresh(where.__name__)[1]:
+            importlib.reload(sys.modules[module])
+        found = getattr(sys.modules[module], function)
     except (Exception, SystemExit) as error:  # a module of one's own may raise anything
         places = f"looked for in {os.getcwd()} and on PYTHONPATH"
         raise ConfigError(f"guidance {name!r} cannot be imported ({places}): {type(error).__name__}: {error}") from None
-    return replace(own(found), name=name, source_hash=_source_hash(found, home))
+    return replace(own(found), name=name, source_hash=_source_hash(found, sys.modules[module]))
+
+
+_READ: dict[str, bytes] = {}
+"""The source of each module of one's own as it was imported for guidance."""
+
+
+def _fresh(module: str) -> tuple[ModuleType, bool]:
+    """A module as its file is now, and whether it had to be read again; what is installed is never read again."""
+    known = module in sys.modules
+    home = importlib.import_module(module)
+    file = Path(getattr(home, "__file__", None) or "")
+    installed = any(file.is_relative_to(place) for place in {*sysconfig.get_paths().values(), str(Path(__file__).parent)})
+    if file.suffix != ".py" or installed:
+        return home, False
+    source = file.read_bytes()
+    stale = known and _READ.get(module) != source
+    _READ[module] = source
+    return (importlib.reload(home), True) if stale else (home, False)
 
 
 def own(function: Combine) -> Guidance:
@@ -212,7 +229,7 @@ def own(function: Combine) -> Guidance:
         inspect.signature(function).bind(None, None, None, None)
     except (TypeError, ValueError):
         raise ConfigError(f"guidance {called} has to take four arguments: cond, uncond, guidance_scale, at") from None
-    name = "own function" if called == "<lambda>" else called
+    name = "own function" if called == "<lambda>" else f"own function {called}"
     return Guidance(name, function, one_is_cond=False, zero_is_uncond=False, source_hash=_source_hash(function))
 
 

@@ -124,7 +124,9 @@ class Predictor:
             return self._read(preds[0], own, at)
         cond, uncond = preds
         scales = [self._drawing.guidance.scale_at(shot.guidance_scale, at) for shot in shots]
-        followed = self._drawing.guidance.combine(cond, uncond, torch.tensor(scales, device=own.device).view(-1, 1, 1, 1), at)
+        followed = self._drawing.guidance.combine(
+            cond, uncond, torch.tensor(scales, dtype=own.dtype, device=own.device).view(-1, 1, 1, 1), at
+        )
         picture, noise = self._pair(followed)
         return Prediction(self._read(picture, own, at).denoised, self._read(noise, own, at).epsilon)
 

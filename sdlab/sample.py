@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +28,10 @@ SMALL = 20_000_000
 """Parameters of a UNet below which several threads share a forward badly."""
 BATCHES_A_PART = 8
 """Batches of images whose text states are held at a time."""
+_Item = TypeVar("_Item")
+_Made = TypeVar("_Made")
 _one_at_a_time = threading.RLock()
+_here = threading.local()
 
 
 def sample(
@@ -128,41 +132,71 @@ def _stream(
                 todo = todo[len(which) :]
                 if report is not None:
                     report(len(which))
+            continue
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             drawing = _halved(drawing, whole, error)
+        gc.collect()  # what the forward that failed has held
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _draw_part(
     model: models.TextToImage, drawing: Drawing, shots: Sequence[Shot], part: Sequence[int], before_each: Callable[[], object]
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    with _workers(model) as run:
-        with _one_at_a_time:
-            [forward] = run(partial(Forward, model, drawing, before_each=before_each), [[shots[one] for one in part]])
-        for group in in_batches(in_batches(part, drawing.batch_size), beside(model)):
-            with _one_at_a_time, forward.ending_all():
-                drawn = list(run(partial(_draw, forward), [[shots[one] for one in which] for which in group]))
-            yield from zip(group, drawn, strict=True)
+    [forward] = _run(model, partial(Forward, model, drawing, before_each=before_each), [[shots[one] for one in part]])
+    for group in in_batches(in_batches(part, drawing.batch_size), beside(model)):
+        drawn = _run(model, partial(_draw, forward), [[shots[one] for one in which] for which in group], forward.ending_all)
+        yield from zip(group, drawn, strict=True)
 
 
 def beside(model: models.TextToImage) -> int:
     """Batches that are drawn at the same time: on a CPU, of a small UNet, one a thread, which is faster than sharing each of them."""
-    small = model.unet.device.type == "cpu" and sum(weight.numel() for weight in model.unet.parameters()) < SMALL
-    return torch.get_num_threads() if small else 1
+    return _default_threads() if _is_small(model) else 1
+
+
+def _is_small(model: models.TextToImage) -> bool:
+    return model.unet.device.type == "cpu" and sum(weight.numel() for weight in model.unet.parameters()) < SMALL
+
+
+def _default_threads() -> int:
+    """Torch's threads in a thread that has not set them."""
+    with ThreadPoolExecutor(1) as fresh:
+        return fresh.submit(torch.get_num_threads).result()
+
+
+def _run(
+    model: models.TextToImage,
+    work: Callable[[_Item], _Made],
+    items: Sequence[_Item],
+    guarded: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> list[_Made]:
+    """Do some work; of a small UNet each item in one thread of its own, so that no bit of a picture depends on their number."""
+    with _turn():
+        if not _is_small(model):
+            with guarded():
+                return [work(item) for item in items]
+        threads = _default_threads()
+        torch.set_num_threads(1)  # MKL's number is that of the process
+        try:
+            with ThreadPoolExecutor(len(items), initializer=_begin) as pool, guarded():
+                return list(pool.map(work, items))
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _begin() -> None:
+    torch.set_num_threads(1)
+    _here.drawing = True
 
 
 @contextmanager
-def _workers(model: models.TextToImage) -> Iterator[Callable[..., Iterable[Any]]]:
-    """A `map`. That of a small UNet has one thread for each item, whatever their number, so that no bit of a picture depends on it."""
-    threads, small = torch.get_num_threads(), beside(model) > 1
-    if not small:
-        yield map
-        return
-    pool = ThreadPoolExecutor(threads, initializer=partial(torch.set_num_threads, 1))
-    try:
-        yield pool.map
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)  # threads that are made later take over what was set last
+def _turn() -> Iterator[None]:
+    """One thread draws at a time; what is drawn from within a drawing, by a guidance function for example, is part of that."""
+    if getattr(_here, "drawing", False):
+        yield
+    else:
+        with _one_at_a_time:
+            yield
 
 
 def _in_order(drawing: Drawing, shots: Sequence[Shot]) -> list[int]:
@@ -179,8 +213,6 @@ def _halved(drawing: Drawing, whole: Drawing, error: BaseException) -> Drawing:
         raise error
     half = replace(drawing, batch_size=drawing.batch_size // 2)
     print(f"out of memory at batch_size {drawing.batch_size}: drawing goes on at {half.batch_size}; give that as batch_size next time")
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     return half
 
 

@@ -1,14 +1,18 @@
 """Pictures in a folder: drawn once, on any number of ranks, along any two settings; and one image followed on its way."""
 
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import in_ci
+from pipelines import change
+from safetensors.torch import load_file, save_file
 
-from sdlab import album, drawing, models, plots, sample, settings, solvers, stages, train, trajectory
+from sdlab import album, drawing, guidance, models, places, plots, sample, settings, solvers, stages, train, trajectory
 from sdlab.config import ConfigError
 
 PROMPTS = ["a large owl on a pink background", "a cat above a rocket on a yellow background"]
@@ -96,7 +100,7 @@ def test_any_two_settings_span_a_grid(model, tmp_path, rows, columns):
     for row, one in enumerate(AXES[rows]):
         for column, other in enumerate(AXES[columns]):
             asked = {"prompt": PROMPTS[0], **fixed, rows: one, columns: other}
-            shot, seed = [asked.pop("prompt")], [asked.pop("seed")]
+            shot, seed = [asked.pop("prompt")], [asked.pop("seed") + {rows: row, columns: column}.get("prompt", 0)]
             assert np.array_equal(grid.images[row, column], sample.sample(model, shot, seeds=seed, batch_size=2, **asked)[0])
     figure = plots.image_grid(grid.images, grid.row_labels, grid.column_labels, grid.title)
     assert {text.get_text() for text in figure.axes[0].texts} >= {label for label in grid.column_labels if len(label) <= 16}
@@ -136,6 +140,7 @@ def test_ranks_share_the_pictures_and_draw_the_same(tmp_path, monkeypatch, devic
     monkeypatch.chdir(tmp_path)
     Path("mine_on_ranks.py").write_text("def half(cond, uncond, guidance_scale, at):\n    return (cond + uncond) / 2\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine_on_ranks", raising=False)
     asked = {"guidance_scales": [1, 2.0, 4.0], "prompts": [*PROMPTS, "an owl"], "guidance": "mine_on_ranks:half"}
     alone = album.draw_grid(configure(tmp_path / "alone", **asked))
     shared = album.draw_grid(configure(tmp_path / "shared", devices=devices, **asked))
@@ -154,7 +159,39 @@ def test_a_function_of_the_notebook_draws_here_whatever_the_number_of_ranks_and_
     assert "named in guidance, as 'module:function', it draws on all ranks" in capsys.readouterr().out
 
 
+def test_a_guidance_of_another_name_than_its_own_never_takes_the_place_of_the_built_in_one(tmp_path):
+    config = configure(tmp_path, guidance_scales=[3.0])
+    theirs = album.draw_grid(config, guidance=guidance.Guidance(scale_at=lambda scale, at: scale * at.progress))
+    assert not np.array_equal(album.draw_grid(config).images, theirs.images)
+
+
+def test_another_prediction_type_of_the_same_weights_is_another_picture(tmp_path):
+    folder = tmp_path / "pipeline"
+    shutil.copytree(places.TINY_DIR, folder, ignore=shutil.ignore_patterns("judge", "sdlab.json", "components.json"))
+    config = configure(tmp_path / "study", model=str(folder), prompts=PROMPTS[:1], guidance_scales=[3.0])
+    first = album.draw_grid(config)
+    change(folder / "scheduler/scheduler_config.json", prediction_type="epsilon")
+    assert not np.array_equal(album.draw_grid(config).images, first.images)
+
+
+def test_the_same_prompt_twice_is_drawn_from_two_seeds(tmp_path):
+    grid = album.draw_grid(configure(tmp_path, prompts=["an owl", "an owl"], guidance_scales=[2.0]))
+    assert [line[0].seed for line in grid.settings] == [5, 6] and not np.array_equal(grid.images[0], grid.images[1])
+
+
+def test_weights_that_change_between_laying_out_and_drawing_are_named(tmp_path):
+    folder = tmp_path / "pipeline"
+    shutil.copytree(places.TINY_DIR, folder, ignore=shutil.ignore_patterns("judge", "components.json"))
+    laid_out = album.Album(configure(tmp_path / "study", model=str(folder)), {"seed": [1], "prompt": ["an owl"]})
+    [file] = (folder / "unet").glob("*.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(ConfigError, match="holds other weights than a moment ago"):
+        laid_out.draw(laid_out.missing())
+
+
 BAD = {
+    "guidance is an axis already": {"axes": {"guidance": ["constant"], "seed": [1]}, "own": lambda cond, uncond, scale, at: cond},
+    r"holds half of a character": {"prompts": ["\ud800"]},
     "axis 'solvr' is not known.*did you mean 'solver'": {"axes": {"solvr": ["ddim"], "seed": [1]}},
     "give two of checkpoint, prompt": {"axes": {"seed": [1]}},
     r"axis seed=\[\]; give a list of values": {"axes": {"seed": [], "prompt": ["x"]}},
@@ -165,7 +202,7 @@ BAD = {
     "num_inference_steps=0": {"axes": {"num_inference_steps": [2, 0], "seed": [1]}},
     "guidance_scale=-1": {"guidance_scales": [1, -1]},
     "guidance_scales.0: .*finite": {"guidance_scales": [float("nan")]},
-    "seed has to be a whole number from 0": {"axes": {"seed": [-1], "prompt": ["x"]}},
+    "seed -1 cannot be used": {"axes": {"seed": [-1], "prompt": ["x"]}},
     "resolution=36": {"resolution": 36},
     "there is no model at": {"model": "nowhere at all"},
     "is no run folder, so it has no checkpoint 3": {"checkpoint": 3},
@@ -177,9 +214,9 @@ BAD = {
 @pytest.mark.parametrize("message", BAD)
 def test_what_cannot_be_drawn_is_refused_before_anything_is_and_nothing_is_left(tmp_path, message):
     more = dict(BAD[message])
-    axes = more.pop("axes", None)
+    axes, own = more.pop("axes", None), more.pop("own", None)
     with pytest.raises(ConfigError, match=message):
-        album.draw_grid(configure(tmp_path / "study", **more), axes)
+        album.draw_grid(configure(tmp_path / "study", **more), axes, guidance=own)
     assert not (tmp_path / "study").exists()
 
 

@@ -240,6 +240,6 @@ def test_hostile_prompts_stay_text(page, panel):
     page.wait_for_selector("body[data-jp-theme-light=false]", state="attached")
     prompt.fill("an owl " * 100)
     prompt.press("Enter")
-    expect_text(panel, "what is beyond is cut off")
+    expect_text(panel, "start and end included, and are cut")
     panel.get_by_role("button", name="Save PNG").scroll_into_view_if_needed()
     shoot(page, "dark")

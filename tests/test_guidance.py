@@ -404,7 +404,7 @@ def test_ones_own_functions_go_by_their_names_and_are_hashed_by_their_file():
     nameless, function, partial = (
         guidance.own(one) for one in (lambda c, u, s, at: c, of_this_file, functools.partial(of_this_file, more=2))
     )
-    assert (nameless.name, function.name, partial.name) == ("own function", "of_this_file", "partial")
+    assert (nameless.name, function.name, partial.name) == ("own function", "own function of_this_file", "own function partial")
     this_file = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     assert nameless.source_hash == function.source_hash == partial.source_hash == this_file
     assert guidance.own(guidance.rescaled).source_hash not in (None, this_file)
@@ -439,3 +439,23 @@ def test_a_module_that_is_edited_is_imported_again(tmp_path, monkeypatch):
     second = guidance.named("edited_guidance:mine")
     assert first.combine(1, 2, 3, None) == 1 and second.combine(1, 2, 3, None) == 2
     assert first.source_hash != second.source_hash
+
+
+def test_a_module_that_was_imported_before_it_was_edited_is_read_as_it_is_now(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "imported_early.py"
+    module.write_text("def mine(cond, uncond, guidance_scale, at):\n    return cond\n")
+    importlib.import_module("imported_early")
+    module.write_text("def mine(cond, uncond, guidance_scale, at):\n    return uncond  # now\n")
+    assert guidance.named("imported_early:mine").combine(1, 2, 3, None) == 2
+
+
+def test_a_function_that_another_module_brings_in_is_read_as_it_is_now(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "front_door.py").write_text("from behind_it import mine\n")
+    module = tmp_path / "behind_it.py"
+    module.write_text("def mine(cond, uncond, guidance_scale, at):\n    return cond\n")
+    first = guidance.named("front_door:mine")
+    module.write_text("def mine(cond, uncond, guidance_scale, at):\n    return uncond  # now\n")
+    second = guidance.named("front_door:mine")
+    assert (first.combine(1, 2, 3, None), second.combine(1, 2, 3, None)) == (1, 2) and first.source_hash != second.source_hash

@@ -425,4 +425,4 @@ def test_ones_own_guidance_is_named_in_the_saved_settings(model, tmp_path):
     made = widgets.panel(model, FIRST, guidance=gentle, folder=tmp_path)
     made.wait()
     made.save_button.click()
-    assert {settings.read_png(path).guidance for path in tmp_path.glob("*.png")} == {"gentle"}
+    assert {settings.read_png(path).guidance for path in tmp_path.glob("*.png")} == {"own function gentle"}

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import diffusers
 import numpy as np
@@ -353,6 +354,36 @@ def test_two_threads_draw_the_same_pictures_as_one(model, drawn):
     assert np.array_equal(results["a"], drawn[:3]) and np.array_equal(results["b"], drawn[2:])
 
 
+def test_numbers_of_numpy_are_numbers(model, drawn):
+    scales = np.linspace(1, 8, 5)
+    ours = sample.sample(model, PROMPTS, seeds=np.array(SEEDS), **{**QUICK, "guidance_scale": scales})
+    theirs = sample.sample(model, PROMPTS, seeds=SEEDS, **{**QUICK, "guidance_scale": scales.tolist()})
+    assert np.array_equal(ours, theirs)
+    for two in (np.float64(2), np.float32(2), np.int64(2)):
+        assert np.array_equal(sample.sample(model, PROMPTS, seeds=SEEDS, **{**QUICK, "guidance_scale": two}), drawn)
+
+
+def test_a_drawing_within_a_drawing_is_part_of_it(model, two_threads, drawn):
+    inner = []
+
+    def draw_too(done, total):
+        if not inner:
+            inner.append(None)
+            inner[0] = sample.sample(model, PROMPTS[:1], seeds=SEEDS[:1], **QUICK)
+
+    sample.sample(model, PROMPTS, seeds=SEEDS, on_evaluation=draw_too, **QUICK)
+    assert np.array_equal(inner[0][0], drawn[0])
+
+
+def test_threads_that_draw_at_the_same_time_draw_what_each_draws_alone(model, two_threads):
+    settings = {**QUICK, "batch_size": 2}
+    expected = sample.sample(model, PROMPTS, seeds=SEEDS, **settings)
+    with ThreadPoolExecutor(3) as pool:
+        draws = [pool.submit(sample.sample, model, PROMPTS[:count], seeds=SEEDS[:count], **settings) for count in (5, 3, 1) * 8]
+        assert all(np.array_equal(draw.result(), expected[: len(draw.result())]) for draw in draws)
+    assert torch.get_num_threads() == 2
+
+
 BAD = {
     "did you mean 'ddim'": {"solver": "dim"},
     "num_inference_steps=0: .*from 1 to 1000": {"num_inference_steps": 0},
@@ -370,6 +401,16 @@ BAD = {
     "seed 1.5 cannot be used": {"seeds": [0, 1.5]},
     "batch_size=0": {"batch_size": 0},
     "precision='16-mixed'; allowed are '32-true', 'bf16-mixed'": {"precision": "16-mixed"},
+    "guidance_scale=1e\\+31": {"guidance_scale": 1e31},
+    "guidance_scale=inf.*finite": {"guidance_scale": 10**400},
+    "guidance_scale=None": {"guidance_scale": None},
+    "guidance_scale=tensor": {"guidance_scale": torch.tensor(2.0)},
+    "guidance_scale=b'2'": {"guidance_scale": b"2"},
+    "no list of seeds for 2 prompts": {"seeds": 5},
+    "prompts=5 is no list": {"prompts": 5},
+    r"prompts\[0\]='.*' holds half of a character": {"prompts": ["\ud800", "an owl"]},
+    "resolution='64': give one whole number": {"resolution": "64"},
+    r"resolution=\[64.0, 64.0\]": {"resolution": [64.0, 64.0]},
     "3 guidance scales for 2 prompts": {"guidance_scale": [1, 2, 3]},
     "guidance_scale=True": {"guidance_scale": [True, 2]},
     "spacing 'trailling' is not known.*did you mean 'trailing'": {"spacing": "trailling"},
@@ -378,7 +419,7 @@ BAD = {
     "from 0 to 1 with guidance 'cfgpp'": {"guidance": "cfgpp", "solver": "ddim", "guidance_scale": 2},
     "use it with solver ddim or euler": {"guidance": "cfgpp", "guidance_scale": 0.5},
     "resolution=36 cannot be": {"resolution": 36},
-    "give one number of pixels a side, or height and width": {"resolution": [32, 32, 32]},
+    "give one whole number of pixels a side, or height and width": {"resolution": [32, 32, 32]},
 }
 
 
