@@ -76,7 +76,8 @@ class Grid:
         shared |= {"num_inference_steps": f"{first.num_inference_steps} steps", "weights": f"{first.weights} weights"}
         shared |= {"checkpoint": f"after {first.step} steps of training"}
         shared |= {"negative_prompt": f"away from \u201c{first.negative_prompt}\u201d"} if first.negative_prompt else {}
-        return ", ".join(text for name, text in shared.items() if name not in axes)
+        told = ", ".join(text for name, text in shared.items() if name not in axes)
+        return told if "prompt" in axes else f"{first.prompt}: {told}"
 
     @property
     def row_labels(self) -> list[str]:
@@ -104,9 +105,11 @@ def check(config: SampleConfig) -> None:
     Raises:
         ConfigError: as `draw_grid`.
     """
-    for axes in (first_axes(config), config.axes):
-        if axes:
+    for axes in filter(None, (first_axes(config), config.axes)):
+        try:
             Album(config, axes)
+        except ConfigError as error:
+            raise ConfigError(f"grid of {' and '.join(axes)}: {error}") from None
 
 
 def first_axes(config: SampleConfig) -> dict[str, list[Any]]:

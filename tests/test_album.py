@@ -220,6 +220,21 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_and_nothing_is_left(
     assert not (tmp_path / "study").exists()
 
 
+def test_what_a_notebook_asks_is_checked_whole_before_its_first_grid(tmp_path):
+    config = configure(
+        tmp_path / "study", axes={"solver": ["ddim", "plms"], "seed": [1]}, guidance="cfgpp", solver="ddim", guidance_scale=0.5
+    )
+    with pytest.raises(
+        ConfigError, match=r"grid of prompt and guidance_scale: guidance_scale=1\.5; it has to be a finite number from 0 to 1 with"
+    ):
+        album.check(config)
+    with pytest.raises(
+        ConfigError, match=r"grid of solver and seed: guidance 'cfgpp' reads picture and noise .* use it with solver ddim or euler"
+    ):
+        album.check(config.model_copy(update={"guidance_scales": [0.5]}))
+    assert not (tmp_path / "study").exists()
+
+
 # One image on its way
 
 

@@ -29,7 +29,7 @@ def test_where_nobody_can_click_the_panels_first_pictures_take_its_place(model, 
 
 def test_where_nobody_can_click_a_long_prompt_is_noted_too(model, capsys):
     widgets.panel_or_grid(model, replace(FIRST, prompt="an owl " * 100), interactive=False)
-    assert "what is beyond is cut off" in capsys.readouterr().out
+    assert "start and end included, and are cut" in capsys.readouterr().out
 
 
 def test_a_panel_can_be_insisted_on_or_ruled_out(model, monkeypatch):
