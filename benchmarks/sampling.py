@@ -21,6 +21,7 @@ import torch
 from measuring import in_turns, parse, rate, tell
 
 from sdlab import engine, evaluate, features, models, predictor, sample, scenes, solvers
+from sdlab.statistics import Reference, Statistics, frechet_distance, frechet_influence
 
 NOTES = {
     "one_scale_vs_diffusers": "text, UNet, VAE and uint8 at one guidance scale, dpmpp_2m; StableDiffusionPipeline, DPM++ scheduler",
@@ -114,13 +115,13 @@ def ladder(pair: Pair) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """How fast each rung is against diffusers' 50 steps, and how far its pictures are from real ones."""
     judge, scale = features.load_judge(pair.model.frozen.device), (pair.sizes.guidance_scale,)
     pictures = scenes.render(scenes.draw(4 * evaluate.MIN_REFERENCE, seed=evaluate.REFERENCE_SEED))
-    reference = features.Statistics.of(judge.image_features(pictures))
+    reference = Reference.of(Statistics.of(judge.image_features(pictures)))
     ratios, rungs, influences = {}, [], []
     for name, settings in RUNGS.items():
         found = judged(pair, settings, judge)
-        influences.append(features.frechet_influence(found, reference))
+        influences.append(frechet_influence(found, reference))
         error = float((influences[-1] - influences[0]).std() / len(found) ** 0.5)
-        rungs.append({"rung": name, **settings, "frechet": features.frechet_distance(features.Statistics.of(found), reference)})
+        rungs.append({"rung": name, **settings, "frechet": frechet_distance(Statistics.of(found), reference)})
         rungs[-1] |= {"above_first": rungs[-1]["frechet"] - rungs[0]["frechet"], "above_first_se": error}
         ratios[name] = in_turns(*timed(pair, scale, settings), pair.sizes.repeats, "pictures/s")
         print(f"{name}: {rungs[-1]['frechet']:.4f}, above the first by {rungs[-1]['above_first']:.4f} +- {error:.4f}", flush=True)

@@ -22,7 +22,7 @@ import torch
 from pydantic import Field, model_validator
 from torch.nn import functional as F
 
-from sdlab import features, grids, launch, models, parts, runs, sample, scenes, solvers
+from sdlab import features, grids, launch, models, parts, runs, sample, scenes, solvers, statistics
 from sdlab.config import ConfigError, Model, SamplePrecision, resolve_path
 
 PROMPT_SEED, HELD_OUT_SEED, REFERENCE_SEED = 1_000_001, 2_000_002, 3_000_003
@@ -75,7 +75,7 @@ class Yardstick:
     judge: features.Judge
     drawn: list[scenes.Scene]
     resolution: int
-    reference: features.Statistics
+    reference: statistics.Reference
     identity: dict[str, Any]
 
     @cached_property
@@ -154,7 +154,7 @@ def _yardstick(cfg: EvaluateConfig, judge: features.Judge, resolution: int) -> Y
         "num_inference_steps": cfg.num_inference_steps,
         "precision": cfg.precision,
     }
-    reference = features.Statistics.of(judge.image_features(pictures))
+    reference = statistics.Reference.of(statistics.Statistics.of(judge.image_features(pictures)))
     return _ask(Yardstick(judge, [], resolution, reference, identity), PROMPT_SEED + cfg.seed)
 
 
@@ -207,7 +207,7 @@ def _row(
     row |= {"unet_evaluations": solvers.evaluations(cfg.solver, cfg.num_inference_steps)}
     grids.tile(drawn, columns=8).save(stem.with_name(stem.name + ".png"))
     arrays = {"features": image_features, "clip_scores": cosines, "pictures": drawn, "prompts": np.array(yardstick.prompts[: len(drawn)])}
-    arrays["influence"] = features.frechet_influence(image_features, yardstick.reference)
+    arrays["influence"] = statistics.frechet_influence(image_features, yardstick.reference)
     _save_arrays(stem.with_name(stem.name + ".npz"), **arrays, **checks)
     runs.write_json(stem.with_name(stem.name + ".json"), {"key": key, "row": row})
     return row
@@ -286,9 +286,9 @@ def _look(images: np.ndarray, which: slice, yardstick: Yardstick) -> tuple[np.nd
 
 def _scores(image_features: np.ndarray, cosines: np.ndarray, checks: Mapping[str, np.ndarray], yardstick: Yardstick) -> Row:
     reference, count = yardstick.reference, len(cosines)
-    distance = features.frechet_distance(features.Statistics.of(image_features), reference)
-    influence = features.frechet_influence(image_features, reference)
-    low, high = features.bootstrap(influence)
+    distance = statistics.frechet_distance(statistics.Statistics.of(image_features), reference)
+    influence = statistics.frechet_influence(image_features, reference)
+    low, high = statistics.bootstrap(influence)
     return {
         "frechet_distance": distance,
         "frechet_low": max(0.0, distance + low),

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from sdlab import config, evaluate, features, models, sample, scenes
+from sdlab import config, evaluate, features, models, sample, scenes, statistics
 
 SCALES = [1, 1.5, 2, 3, 8]
 
@@ -27,12 +27,12 @@ def test_the_frechet_distance_is_clearly_above_its_minimum_without_guidance():
     model, judge, count = models.load("tiny"), features.load_judge(), 6000
     real = judge.image_features(scenes.render(scenes.draw(count, seed=evaluate.REFERENCE_SEED)))
     prompts = [scene.caption for scene in scenes.draw(count, seed=evaluate.PROMPT_SEED)]
-    reference, distances, influences = features.Statistics.of(real), [], []
+    reference, distances, influences = statistics.Reference.of(statistics.Statistics.of(real)), [], []
     for scale in (1, 1.5):
         drawn = sample.sample(model, prompts, guidance_scale=scale, seeds=range(count), num_inference_steps=8, batch_size=40)
         found = judge.image_features(drawn)
-        distances.append(features.frechet_distance(features.Statistics.of(found), reference))
-        influences.append(features.frechet_influence(found, reference))
+        distances.append(statistics.frechet_distance(statistics.Statistics.of(found), reference))
+        influences.append(statistics.frechet_influence(found, reference))
     standard_error = (influences[0] - influences[1]).std(ddof=1) / count**0.5
     assert distances[0] - distances[1] > 2 * standard_error
 
