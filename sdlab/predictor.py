@@ -79,7 +79,8 @@ class Forward:
             raise self._failure
         self._before_each()
         device, drawing, add_time_ids = latents.device, self.drawing, None
-        rows = torch.cat([latents[filled(range(len(latents)), drawing.batch_size)]] * sum(needed))
+        short = drawing.batch_size - len(latents)
+        rows = torch.cat([latents, *[latents[:1]] * short] * sum(needed))
         timesteps = torch.full((len(rows),), timestep, device=device)
         if drawing.networks.takes_sizes:
             add_time_ids = torch.tensor([*drawing.size, 0, 0, *drawing.size], device=device).expand(len(rows), 6)
@@ -117,7 +118,7 @@ class Predictor:
 
     def _ask(self, needed: Needed, places: list[int], latents: Tensor, at: At) -> Prediction:
         """Of images that need the same predictions, in one forward."""
-        shots, own = [self._shots[place] for place in places], latents[places]
+        shots, own = [self._shots[place] for place in places], latents if len(places) == len(latents) else latents[places]
         known = self._forward.first(shots) if needed == BOTH and not self._begun else None
         preds = known or self._forward(own, at.timestep, self._text(needed, places, shots), needed)
         if len(preds) == 1:
