@@ -8,91 +8,60 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import zipfile
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
 from torch.nn import functional as F
 
-from sdlab import features, grids, launch, models, parts, runs, sample, scenes, solvers, statistics
-from sdlab.config import ConfigError, Model, SamplePrecision, resolve_path
+from sdlab import features, grids, launch, measure, parts, places, runs, scenes, statistics, stored
+from sdlab.config import ConfigError, resolve_path
+from sdlab.measure import EvaluateConfig
 
 PROMPT_SEED, HELD_OUT_SEED, REFERENCE_SEED = 1_000_001, 2_000_002, 3_000_003
 """Seeds of scenes that no training set uses: of the prompts, of those kept for the best scale, and of the reference pictures."""
 MIN_REFERENCE = 1024
 """Reference pictures at least."""
-PART = 256
-"""Pictures held in memory at a time, about."""
-SHOWN = 16
-"""Pictures of a guidance scale that are kept."""
 Row = dict[str, Any]
-
-
-class EvaluateConfig(Model):
-    """What notebook 04 asks."""
-
-    models: list[str] = Field(["tiny"], min_length=1)
-    """Run folders, pipeline folders or "tiny": one curve each."""
-    weights: Literal["auto", "ema", "raw"] = "auto"
-    checkpoint: int | Literal["latest"] = "latest"
-    guidance_scales: list[float] = Field([1, 1.5, 2, 3, 4, 5, 6, 7, 8], min_length=1)
-    num_images: int = Field(160, ge=2)
-    """Prompts, and pictures a guidance scale."""
-    solver: str = "dpmpp_2m"
-    num_inference_steps: int = Field(10, ge=1)
-    batch_size: int = Field(32, ge=1)
-    precision: SamplePrecision = "32-true"
-    """Number format of the UNet's forwards; judge, solver and VAE stay float32."""
-    seed: int = Field(0, ge=0)
-    """Of prompts and initial noise."""
-    study_dir: str = "papermill_runs/out/studies/fid_clip"
-
-    @model_validator(mode="after")
-    def _values_fit(self) -> Self:
-        for name in ("models", "guidance_scales"):
-            twice = [value for value, count in Counter(getattr(self, name)).items() if count > 1]
-            if twice:
-                raise ValueError(f"{name} holds {twice[0]!r} more than once; give each once")
-        wrong = [scale for scale in self.guidance_scales if not 0 <= scale < float("inf")]
-        if wrong:
-            raise ValueError(f"guidance_scales {wrong}: a scale is 0 or more (1 is off)")
-        solvers.check(self.solver, self.num_inference_steps)
-        return self
 
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What every picture of one study is measured with: prompts, their scenes, the judge and the reference."""
+    """What every picture of one study is measured with: the judge, the reference, and the prompts."""
 
     judge: features.Judge
-    drawn: list[scenes.Scene]
-    resolution: int
     reference: statistics.Reference
-    identity: dict[str, Any]
+    resolution: int
+    asked: measure.Asked
+    shared: dict[str, Any]
+    """What is part of an identity whatever the prompts."""
 
-    @cached_property
-    def prompts(self) -> list[str]:
-        return [scene.caption for scene in self.drawn]
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What has to be equal for two numbers to be compared."""
+        asked = self.asked
+        told = {"prompts": f"captions of {len(asked.drawn)} scenes, seed {asked.seed}", "prompts_digest": asked.digest}
+        return {**self.shared, **told, "noise_seed": asked.noise_seed}
 
-    @cached_property
-    def text_features(self) -> np.ndarray:
-        """Of the prompts, encoded once for all models and scales."""
-        return self.judge.text_features(self.prompts)
+
+@dataclass(frozen=True)
+class _Measured:
+    """A row, and the arrays behind it."""
+
+    row: Row
+    influence: np.ndarray
+    clip_scores: np.ndarray
 
 
 def evaluate(cfg: EvaluateConfig) -> dict[str, Any]:
     """Draw the same prompts from the same noise with each model at each guidance scale, measure, and write `results.json`.
 
-    Finished scales are kept in `study_dir/scales` and taken as they are when all that defines them is equal, so a killed study goes on
-    where it was. The scale with the most strictly right pictures then draws as many held-out prompts.
+    Ranks share the work by shards of prompts. Finished shards are kept in `study_dir/shards` and taken as they are when all that they
+    depend on is equal, so a killed study goes on where it was. The scale with the most strictly right pictures then draws as many held-out
+    prompts.
 
     Args:
         cfg: what is measured.
@@ -102,47 +71,37 @@ def evaluate(cfg: EvaluateConfig) -> dict[str, Any]:
         each), `references` (real pictures and VAE reconstructions, measured alike), `held_out` (the best scale on other prompts), `notes`.
 
     Raises:
-        ConfigError: a model is not there, or models draw at different resolutions.
+        ConfigError: a model is not there, models draw at different resolutions, or a value that cannot be used, before anything is drawn.
     """
-    folder = resolve_path(cfg.study_dir)
-    loaded = [models.load(name, weights=cfg.weights, checkpoint=cfg.checkpoint) for name in cfg.models]
-    resolution = _one_resolution(loaded)
-    judge = features.load_judge(loaded[0].frozen.device)
-    yardstick = _yardstick(cfg, judge, resolution)
-    held_out = _ask(yardstick, HELD_OUT_SEED + cfg.seed)
-    (folder / "scales").mkdir(parents=True, exist_ok=True)
-    total = cfg.num_images * (len(loaded) * len(cfg.guidance_scales) + 1)
-    with launch.progress(total=total, title="evaluate", unit=" pictures") as bar:
-        rows = [_row(model, scale, yardstick, cfg, folder, bar.update) for model in loaded for scale in cfg.guidance_scales]
-        chosen = best(rows)
-        model = next(model for model in loaded if model.name == chosen["model"])
-        checked = _row(model, chosen["guidance_scale"], held_out, cfg, folder, bar.update)
+    folder, found, judge = resolve_path(cfg.study_dir), measure.find(cfg), features.load_judge(launch.device())
+    yardstick = _yardstick(cfg, judge, found[0].resolution)
+    points = [measure.point(cfg, one, scale, yardstick.asked, judge) for one in found for scale in cfg.guidance_scales]
+    measure.run(cfg, points, yardstick.asked, judge)
+    measured = [_row(point, yardstick, folder) for point in points]
+    rows = _with_differences(measured)
+    chosen = points[rows.index(best(rows))]  # type: ignore[arg-type]
+    held_out = replace(yardstick, asked=measure.Asked.of(cfg.num_images, seed=HELD_OUT_SEED + cfg.seed))
+    other = measure.point(cfg, chosen.found, chosen.guidance_scale, held_out.asked, judge)
+    measure.run(cfg, [other], held_out.asked, judge, title="evaluate held-out prompts")
     results = {
         "schema": 1,
         "study": "fid_clip",
         "created": runs.now(),
         "machine": launch.machine(),
         "identity": yardstick.identity,
-        "rows": _with_differences(rows, folder),
-        "references": _references(loaded, yardstick),
-        "held_out": checked,
+        "rows": rows,
+        "references": _references(found, yardstick),
+        "held_out": _row(other, held_out, folder).row,
         "notes": _notes(cfg, judge),
     }
     runs.write_json(folder / "results.json", results)
     return results
 
 
-def _one_resolution(loaded: Sequence[models.TextToImage]) -> int:
-    resolutions = {model.name: model.resolution for model in loaded}
-    if len(set(resolutions.values())) > 1:
-        raise ConfigError(f"models draw at different resolutions ({resolutions}), which no axis can share; evaluate each by itself")
-    return loaded[0].resolution
-
-
 def _yardstick(cfg: EvaluateConfig, judge: features.Judge, resolution: int) -> Yardstick:
     count = max(MIN_REFERENCE, cfg.num_images)
     pictures = at_resolution(scenes.render(scenes.draw(count, seed=REFERENCE_SEED)), resolution)
-    identity = {
+    shared = {
         "extractor": judge.name,
         "extractor_hash": judge.weights_hash,
         "features": "image embeddings of length 1",
@@ -155,19 +114,7 @@ def _yardstick(cfg: EvaluateConfig, judge: features.Judge, resolution: int) -> Y
         "precision": cfg.precision,
     }
     reference = statistics.Reference.of(statistics.Statistics.of(judge.image_features(pictures)))
-    return _ask(Yardstick(judge, [], resolution, reference, identity), PROMPT_SEED + cfg.seed)
-
-
-def _ask(yardstick: Yardstick, seed: int) -> Yardstick:
-    """The same yardstick with the prompts and the initial noise of a seed."""
-    count = yardstick.identity["num_images"]
-    drawn = scenes.draw(count, seed=seed)
-    asked = {
-        "prompts": f"captions of {count} scenes, seed {seed}",
-        "prompts_digest": hashlib.sha256(json.dumps([scene.caption for scene in drawn]).encode()).hexdigest(),
-        "noise_seed": seed * 1_000_000,
-    }
-    return replace(yardstick, drawn=drawn, identity={**yardstick.identity, **asked})
+    return Yardstick(judge, reference, resolution, measure.Asked.of(cfg.num_images, seed=PROMPT_SEED + cfg.seed), shared)
 
 
 def at_resolution(images: np.ndarray, resolution: int) -> np.ndarray:
@@ -178,59 +125,37 @@ def at_resolution(images: np.ndarray, resolution: int) -> np.ndarray:
     return resized.clamp(0, 255).round().byte().numpy()
 
 
-def _row(
-    model: models.TextToImage,
-    guidance_scale: float,
-    yardstick: Yardstick,
-    cfg: EvaluateConfig,
-    folder: Path,
-    report: Callable[[int], object],
-) -> Row:
-    """The row of one model at one scale: kept from before if all that defines it is equal, else drawn and measured."""
-    about = {
-        "model": model.name,
-        "weights": model.weights,
-        "step": model.step,
-        "weights_hash": model.weights_hash,
-        "guidance_scale": guidance_scale,
-    }
-    defined = {**yardstick.identity, **about, "frozen": model.frozen.hashes, "batch_size": cfg.batch_size, "schema": 1}
-    key = identity_hash({name: value for name, value in defined.items() if name != "model"})
-    stem = folder / "scales" / f"guidance-{guidance_scale:g}-{key[:12]}"
-    kept = _kept(stem.with_name(stem.name + ".json"), key)
-    if kept is not None:
-        report(cfg.num_images)
-        return {**kept, "model": model.name}
-    image_features, cosines, checks, drawn = _draw(model, guidance_scale, yardstick, cfg, report)
-    row = {**about, **_scores(image_features, cosines, checks, yardstick), "contact_sheet": f"scales/{stem.name}.png"}
-    row |= {"solver": cfg.solver, "num_inference_steps": cfg.num_inference_steps}
-    row |= {"unet_evaluations": solvers.evaluations(cfg.solver, cfg.num_inference_steps)}
-    grids.tile(drawn, columns=8).save(stem.with_name(stem.name + ".png"))
-    arrays = {"features": image_features, "clip_scores": cosines, "pictures": drawn, "prompts": np.array(yardstick.prompts[: len(drawn)])}
-    arrays["influence"] = statistics.frechet_influence(image_features, yardstick.reference)
-    _save_arrays(stem.with_name(stem.name + ".npz"), **arrays, **checks)
-    runs.write_json(stem.with_name(stem.name + ".json"), {"key": key, "row": row})
-    return row
+def _row(point: measure.Point, yardstick: Yardstick, folder: Path) -> _Measured:
+    """The row of a point, from its shards; its first pictures are laid out in `study_dir/scales`."""
+    arrays, found = point.collect(yardstick.asked), point.found
+    pictures, stem = arrays.pop("pictures"), f"scales/{point.folder.name}"
+    row = {"model": found.name, "weights": found.weights, "step": found.step, "weights_hash": found.weights_hash}
+    row |= {"guidance_scale": point.guidance_scale, **_scores(arrays, yardstick), "contact_sheet": f"{stem}.png"}
+    row |= {"solver": point.how.solver, "num_inference_steps": point.how.num_inference_steps}
+    row |= {"unet_evaluations": point.how.work(point.guidance_scale).evaluations}
+    (folder / "scales").mkdir(parents=True, exist_ok=True)
+    grids.tile(pictures, columns=8).save(folder / f"{stem}.png")
+    np.savez(folder / f"{stem}.npz", allow_pickle=False, pictures=pictures, prompts=np.array(yardstick.asked.prompts[: len(pictures)]))
+    return _Measured(row, statistics.frechet_influence(arrays["features"], yardstick.reference), arrays["clip_scores"])
 
 
-def _with_differences(rows: Sequence[Row], folder: Path) -> list[Row]:
+def _with_differences(measured: Sequence[_Measured]) -> list[Row]:
     """Rows with their distance to the best point of the same model on each axis, and the standard errors of these differences.
 
     All scales share prompts and noise, so a difference is much surer than its two ends: its error is taken picture by picture.
     """
-    stored = [np.load((folder / row["contact_sheet"]).with_suffix(".npz")) for row in rows]
     completed = []
-    for row, arrays in zip(rows, stored, strict=True):
-        same = [index for index, other in enumerate(rows) if other["model"] == row["model"]]
-        lowest = min(same, key=lambda index: rows[index]["frechet_distance"])
-        highest = max(same, key=lambda index: rows[index]["clip_score"])
+    for one in measured:
+        same = [other for other in measured if other.row["model"] == one.row["model"]]
+        lowest = min(same, key=lambda other: other.row["frechet_distance"])
+        highest = max(same, key=lambda other: other.row["clip_score"])
         differences = {
-            "frechet_above_lowest": row["frechet_distance"] - rows[lowest]["frechet_distance"],
-            "frechet_above_lowest_se": _standard_error(arrays["influence"] - stored[lowest]["influence"]),
-            "clip_below_highest": rows[highest]["clip_score"] - row["clip_score"],
-            "clip_below_highest_se": _standard_error(arrays["clip_scores"] - stored[highest]["clip_scores"]),
+            "frechet_above_lowest": one.row["frechet_distance"] - lowest.row["frechet_distance"],
+            "frechet_above_lowest_se": statistics.difference(one.influence, lowest.influence),
+            "clip_below_highest": highest.row["clip_score"] - one.row["clip_score"],
+            "clip_below_highest_se": _standard_error(one.clip_scores - highest.clip_scores),
         }
-        completed.append({**row, **differences})
+        completed.append({**one.row, **differences})
     return completed
 
 
@@ -238,54 +163,9 @@ def _standard_error(values: np.ndarray) -> float:
     return float(values.std(ddof=1, dtype=np.float64) / len(values) ** 0.5)
 
 
-def _kept(path: Path, key: str) -> Row | None:
-    """The row of a finished scale, if its key is equal and its arrays can be read."""
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        with np.load(path.with_suffix(".npz")) as arrays:
-            whole = stored["key"] == key and arrays["influence"].size > 0 and arrays["pictures"].size > 0
-        return dict(stored["row"]) if whole else None
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
-        return None
-
-
-def _draw(
-    model: models.TextToImage, guidance_scale: float, yardstick: Yardstick, cfg: EvaluateConfig, report: Callable[[int], object]
-) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray], np.ndarray]:
-    """Features, CLIP scores, the reader's verdicts and the first pictures; pictures are held for one part of the prompts at a time."""
-    batch_size = min(cfg.batch_size, cfg.num_images)
-    part = batch_size * max(1, PART // batch_size)
-    parts = []
-    for start in range(0, cfg.num_images, part):
-        prompts = yardstick.prompts[start : start + part]
-        first = yardstick.identity["noise_seed"] + start
-        images = sample.sample(
-            model,
-            prompts,
-            guidance_scale=guidance_scale,
-            seeds=range(first, first + len(prompts)),
-            solver=cfg.solver,
-            num_inference_steps=cfg.num_inference_steps,
-            batch_size=batch_size,
-            precision=cfg.precision,
-            report=report,
-        )
-        parts.append((*_look(images, slice(start, start + part), yardstick), images[:SHOWN] if start == 0 else images[:0]))
-    image_features, cosines, checks, pictures = zip(*parts, strict=True)
-    joined = {name: np.concatenate([check[name] for check in checks]) for name in checks[0]}
-    return np.concatenate(image_features), np.concatenate(cosines), joined, np.concatenate(pictures)[:SHOWN]
-
-
-def _look(images: np.ndarray, which: slice, yardstick: Yardstick) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Features (B, D), CLIP scores (B,) and the reader's verdicts (none at other sizes than its own) of the pictures of some prompts."""
-    image_features = yardstick.judge.image_features(images)
-    cosines = (image_features * yardstick.text_features[which]).sum(1)
-    readable = yardstick.resolution == scenes.SIDE
-    return image_features, cosines, scenes.check(images, yardstick.prompts[which]) if readable else {}
-
-
-def _scores(image_features: np.ndarray, cosines: np.ndarray, checks: Mapping[str, np.ndarray], yardstick: Yardstick) -> Row:
-    reference, count = yardstick.reference, len(cosines)
+def _scores(arrays: Mapping[str, np.ndarray], yardstick: Yardstick) -> Row:
+    """What is told of pictures that were measured, see `measure.look`."""
+    image_features, cosines, reference = arrays["features"], arrays["clip_scores"], yardstick.reference
     distance = statistics.frechet_distance(statistics.Statistics.of(image_features), reference)
     influence = statistics.frechet_influence(image_features, reference)
     low, high = statistics.bootstrap(influence)
@@ -296,8 +176,8 @@ def _scores(image_features: np.ndarray, cosines: np.ndarray, checks: Mapping[str
         "frechet_se": _standard_error(influence),
         "clip_score": float(cosines.mean(dtype=np.float64)),
         "clip_score_se": _standard_error(cosines),
-        **_shares(checks),
-        "num_images": count,
+        **_shares(arrays),
+        "num_images": len(cosines),
         "extractor": yardstick.judge.name,
         "identity": yardstick.identity,
         "identity_hash": identity_hash(yardstick.identity),
@@ -307,22 +187,27 @@ def _scores(image_features: np.ndarray, cosines: np.ndarray, checks: Mapping[str
 def _shares(checks: Mapping[str, np.ndarray]) -> Row:
     """Shares that the reader finds right, with counts; None where nothing can be read or no such prompt was asked."""
     names = ("background_right", "strict_one", "strict_two", "num_one_object", "num_two_objects")
-    if not checks:
+    if "strict" not in checks:
         return dict.fromkeys(names)
     two, strict = checks["two"], checks["strict"]
     shares = [float(right.mean()) if len(right) else None for right in (checks["background"], strict[~two], strict[two])]
     return dict(zip(names, [*shares, int((~two).sum()), int(two.sum())], strict=True))
 
 
-def _references(loaded: Sequence[models.TextToImage], yardstick: Yardstick) -> list[Row]:
+def _references(found: Sequence[stored.Stored], yardstick: Yardstick) -> list[Row]:
     """The prompts' own scenes as rendered, and as each VAE among the models gives them back."""
-    real = at_resolution(scenes.render(yardstick.drawn), yardstick.resolution)
-    every = slice(0, len(real))
-    rows = [{"kind": "real", "label": "real pictures", **_scores(*_look(real, every, yardstick), yardstick)}]
-    for frozen in {model.frozen.hashes["vae"]: model.frozen for model in loaded}.values():
-        measured = _scores(*_look(reconstruct(frozen, real), every, yardstick), yardstick)
-        rows.append({"kind": "vae", "label": "VAE reconstructions", "vae_hash": frozen.hashes["vae"], **measured})
+    real = at_resolution(scenes.render(yardstick.asked.drawn), yardstick.resolution)
+    rows = [{"kind": "real", "label": "real pictures", **_looked_at(real, yardstick)}]
+    for networks in {places.hash_frozen(one.networks)["vae"]: one.networks for one in found}.values():
+        frozen = parts.load_frozen(networks)
+        told = {"kind": "vae", "label": "VAE reconstructions", "vae_hash": frozen.hashes["vae"]}
+        rows.append({**told, **_looked_at(reconstruct(frozen, real), yardstick)})
     return rows
+
+
+def _looked_at(images: np.ndarray, yardstick: Yardstick) -> Row:
+    prompts = yardstick.asked.prompts
+    return _scores(measure.look(images, prompts, yardstick.judge.text_features(prompts), yardstick.judge), yardstick)
 
 
 def reconstruct(frozen: parts.Frozen, images: np.ndarray) -> np.ndarray:
@@ -332,19 +217,13 @@ def reconstruct(frozen: parts.Frozen, images: np.ndarray) -> np.ndarray:
     return np.concatenate([frozen.decode(mean * frozen.scaling_factor).numpy() for mean in means])
 
 
-def _save_arrays(path: Path, **arrays: np.ndarray) -> None:
-    scratch = path.with_name(f".{os.getpid()}-{path.name}")
-    np.savez(scratch, allow_pickle=False, **arrays)
-    os.replace(scratch, path)
-
-
 def pictures(study_dir: str | Path, rows: Sequence[Mapping[str, Any]], *, count: int = 4) -> tuple[np.ndarray, list[str]]:
     """The first pictures behind rows of a study, a line a prompt and a column a row, and their prompts.
 
     Args:
         study_dir: folder of the study.
         rows: that were drawn for the same prompts.
-        count: prompts; at most `SHOWN` are kept.
+        count: prompts; at most `measure.SHOWN` are kept.
 
     Returns:
         uint8 (count, len(rows), 3, H, W), and `count` prompts.

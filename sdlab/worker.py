@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 SET_PARENT_DEATH_SIGNAL = 1
-VERBS = {"prepare": "prepare", "train": "train", "sample": "album"}
+VERBS = {"prepare": "prepare", "train": "train", "sample": "album", "evaluate": "measure"}
 """The module that does the work of each verb."""
 SUPERVISOR = "SDLAB_SUPERVISOR"
 """The environment variable that tells a rank the process id of its supervisor."""

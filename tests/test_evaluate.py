@@ -3,8 +3,9 @@ import json
 
 import numpy as np
 import pytest
+from conftest import in_ci
 
-from sdlab import config, evaluate, features, models, places, sample, scenes
+from sdlab import config, evaluate, features, measure, models, places, sample, scenes, stored
 from sdlab.config import ConfigError
 
 SMALL = {"num_images": 12, "guidance_scales": [1, 2, 4], "num_inference_steps": 2, "batch_size": 4}
@@ -14,18 +15,21 @@ class Painter:
     """Stands in for the sampler: draws each prompt's nominal scene, with more noise at higher guidance; notes what it was asked."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[float, list[int], list[str]]] = []
+        self.asked: list[tuple[list[float], list[int], list[str]]] = []
         self.dies_at = -1
 
-    def __call__(self, model, prompts, *, guidance_scale, seeds, report, **settings):
+    def __call__(self, model, how, shots, *, report):
         if len(self.asked) == self.dies_at:
             raise KeyboardInterrupt
-        self.asked.append((guidance_scale, list(seeds), list(prompts)))
-        images = scenes.render([scenes.parse(prompt) for prompt in prompts]).astype(int)
-        noise = np.stack([np.random.default_rng(seed).normal(size=images.shape[1:]) for seed in seeds])
-        report(len(images))
-        side = model.resolution
-        return (images + 12 * (guidance_scale - 1) * noise).clip(0, 255).astype(np.uint8)[:, :, :side, :side]
+        scales = list(dict.fromkeys(shot.guidance_scale for shot in shots))
+        once = [shot for shot in shots if shot.guidance_scale == scales[0]]
+        self.asked.append((scales, [shot.seed for shot in once], [shot.prompt for shot in once]))
+        assert [(shot.seed, shot.prompt) for shot in shots] == [(shot.seed, shot.prompt) for shot in once] * len(scales)
+        for which, shot in enumerate(shots):
+            image = scenes.render([scenes.parse(shot.prompt)]).astype(int)
+            noise = np.random.default_rng(shot.seed).normal(size=image.shape[1:])
+            report(1)
+            yield [which], (image + 12 * (shot.guidance_scale - 1) * noise).clip(0, 255).astype(np.uint8)[..., : how.size[0], : how.size[1]]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,7 @@ def judge() -> features.Judge:
 @pytest.fixture
 def painter(monkeypatch, tiny, judge) -> Painter:
     painter = Painter()
-    monkeypatch.setattr(sample, "sample", painter)
+    monkeypatch.setattr(sample, "stream", painter)
     monkeypatch.setattr(models, "load", lambda name, **settings: dataclasses.replace(tiny, name=name))
     monkeypatch.setattr(features, "load_judge", lambda device: judge)
     monkeypatch.setattr(evaluate, "MIN_REFERENCE", 64)
@@ -78,11 +82,10 @@ def test_pictures_that_are_right_are_found_right(tmp_path, painter):
 
 def test_all_scales_share_prompts_and_noise_and_held_out_prompts_share_neither(tmp_path, painter):
     results = evaluate.evaluate(configure(tmp_path))
-    first, second, third, held_out = painter.asked
-    assert first[1:] == second[1:] == third[1:]
-    assert not set(first[1]) & set(held_out[1])
-    assert first[2] != held_out[2]
-    assert held_out[0] == results["held_out"]["guidance_scale"] == evaluate.best(results["rows"])["guidance_scale"]
+    (scales, seeds, prompts), held_out = painter.asked
+    assert scales == [1, 2, 4] and len(set(seeds)) == 12
+    assert not set(seeds) & set(held_out[1]) and prompts != held_out[2]
+    assert held_out[0] == [results["held_out"]["guidance_scale"]] == [evaluate.best(results["rows"])["guidance_scale"]]
 
 
 def test_differences_to_the_best_point_are_surer_than_their_ends(tmp_path, painter):
@@ -97,15 +100,16 @@ def test_differences_to_the_best_point_are_surer_than_their_ends(tmp_path, paint
         assert row["clip_below_highest_se"] < (row["clip_score_se"] ** 2 + highest["clip_score_se"] ** 2) ** 0.5
 
 
-def test_parts_of_the_prompts_make_the_same_row_as_the_whole(tmp_path, painter, monkeypatch):
+def test_shards_of_the_prompts_make_the_same_row_as_the_whole(tmp_path, painter, monkeypatch):
     whole = evaluate.evaluate(configure(tmp_path / "whole", guidance_scales=[2]))
-    monkeypatch.setattr(evaluate, "PART", 8)
+    monkeypatch.setattr(measure, "SHARD", 8)
     parts = evaluate.evaluate(configure(tmp_path / "parts", guidance_scales=[2]))
     assert [len(prompts) for _, _, prompts in painter.asked] == [12, 12, 8, 4, 8, 4]
-    assert parts["rows"] == whole["rows"]
+    assert parts["rows"] == whole["rows"] and parts["held_out"] == whole["held_out"]
 
 
-def test_a_killed_study_goes_on_where_it_was_and_ends_with_the_same_rows(tmp_path, painter):
+def test_a_killed_study_goes_on_where_it_was_and_ends_with_the_same_rows(tmp_path, painter, monkeypatch):
+    monkeypatch.setattr(measure, "SHARD", 4)
     whole = evaluate.evaluate(configure(tmp_path / "whole"))
     painter.asked.clear()
     painter.dies_at = 2
@@ -114,9 +118,31 @@ def test_a_killed_study_goes_on_where_it_was_and_ends_with_the_same_rows(tmp_pat
     painter.asked.clear()
     painter.dies_at = -1
     resumed = evaluate.evaluate(configure(tmp_path / "killed"))
-    assert [scale for scale, _, _ in painter.asked] == [4, whole["held_out"]["guidance_scale"]]
-    assert resumed["rows"] == whole["rows"]
-    assert resumed["held_out"] == whole["held_out"]
+    best = whole["held_out"]["guidance_scale"]
+    assert [scales for scales, _, _ in painter.asked] == [[1, 2, 4], [best], [best], [best]]
+    assert resumed["rows"] == whole["rows"] and resumed["held_out"] == whole["held_out"]
+
+
+def test_a_further_scale_draws_nothing_else_and_a_damaged_shard_is_drawn_again(tmp_path, painter):
+    first = evaluate.evaluate(configure(tmp_path, guidance_scales=[1, 2]))
+    painter.asked.clear()
+    more = evaluate.evaluate(configure(tmp_path, guidance_scales=[1, 2, 4]))
+    assert [scales for scales, _, _ in painter.asked] == [[4]]
+    alike = ("frechet_distance", "clip_score", "strict_one")
+    assert [[row[name] for name in alike] for row in more["rows"][:2]] == [[row[name] for name in alike] for row in first["rows"]]
+    [damaged, *_] = sorted((tmp_path / "shards").glob("guidance-2-*/00000.npz"))
+    damaged.write_bytes(damaged.read_bytes()[:-200])
+    painter.asked.clear()
+    again = evaluate.evaluate(configure(tmp_path, guidance_scales=[1, 2, 4]))
+    assert next(scales for scales, _, _ in painter.asked) == [2] and again["rows"] == more["rows"]
+
+
+@in_ci
+def test_ranks_share_the_shards_and_make_the_same_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "MIN_REFERENCE", 64)
+    settings = {"num_images": 130, "guidance_scales": [1, 3], "num_inference_steps": 1}
+    one, two = (evaluate.evaluate(configure(tmp_path / str(ranks), devices=ranks, **settings)) for ranks in (1, 2))
+    assert one["rows"] == two["rows"] and one["held_out"] == two["held_out"]
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"num_inference_steps": 3}, {"num_images": 13}, {"solver": "ddim"}])
@@ -142,8 +168,8 @@ def test_rows_of_several_models_and_scales_are_comparable(tmp_path, painter):
 
 
 def test_pictures_of_another_size_than_the_readers_are_measured_without_it(tmp_path, painter, monkeypatch, tiny):
-    small = dataclasses.replace(tiny, resolution=32)
-    monkeypatch.setattr(models, "load", lambda *arguments, **settings: small)
+    found = stored.find("tiny")
+    monkeypatch.setattr(stored, "find", lambda *arguments, **settings: dataclasses.replace(found, resolution=32))
     results = evaluate.evaluate(configure(tmp_path))
     assert results["rows"][0]["strict_one"] is None
     assert results["held_out"]["guidance_scale"] == min(results["rows"], key=lambda row: row["frechet_distance"])["guidance_scale"]
@@ -197,8 +223,8 @@ def test_values_that_cannot_be_used_are_refused_before_work(tmp_path, values, me
 
 
 def test_models_of_different_resolution_are_refused_with_both(tmp_path, painter, monkeypatch, tiny):
-    sides = {"a": 64, "b": 32}
-    monkeypatch.setattr(models, "load", lambda name, **settings: dataclasses.replace(tiny, name=name, resolution=sides[name]))
+    sides, found = {"a": 64, "b": 32}, stored.find("tiny")
+    monkeypatch.setattr(stored, "find", lambda name, **settings: dataclasses.replace(found, name=name, resolution=sides[name]))
     with pytest.raises(ConfigError, match=r"64.*32"):
         evaluate.evaluate(configure(tmp_path, models=["a", "b"]))
 
@@ -206,4 +232,4 @@ def test_models_of_different_resolution_are_refused_with_both(tmp_path, painter,
 def test_a_missing_model_is_named_before_anything_is_drawn(tmp_path):
     with pytest.raises(ConfigError, match="no_such_run"):
         evaluate.evaluate(configure(tmp_path, models=["tiny", str(tmp_path / "no_such_run")]))
-    assert not (tmp_path / "scales").exists()
+    assert not any(tmp_path.iterdir())
