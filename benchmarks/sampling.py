@@ -49,6 +49,9 @@ class Sizes:
     steps: int = 10
     guidance_scale: float = 2.0
     judged: int = 320
+    references: int = 4096
+    most_steps: int = 50
+    """Of a rung of the ladder."""
     repeats: int = 5
 
 
@@ -86,10 +89,10 @@ class Pair:
     def ours(self, scales: tuple[float, ...], **settings: Any) -> np.ndarray:
         """Pictures, uint8 (S, B, 3, H, W)."""
         count, sizes = len(scales), self.sizes
-        settings = {"num_inference_steps": sizes.steps, **settings}
+        settings = {"num_inference_steps": sizes.steps, "batch_size": sizes.batch_size, **settings}
         each = [scale for scale in scales for _ in self.prompts]
         seeds = [*range(sizes.pictures)] * count
-        drawn = sample.sample(self.model, self.prompts * count, guidance_scale=each, seeds=seeds, batch_size=sizes.batch_size, **settings)
+        drawn = sample.sample(self.model, self.prompts * count, guidance_scale=each, seeds=seeds, **settings)
         return drawn.reshape(count, sizes.pictures, *drawn.shape[1:])
 
     def largest_difference(self) -> float:
@@ -97,7 +100,7 @@ class Pair:
         vae, seen = self.model.frozen.vae, []
         decode = vae.decode
         vae.decode = lambda latents: seen.append(decode(latents)) or seen[-1]
-        self.ours((self.sizes.guidance_scale,))
+        self.ours((self.sizes.guidance_scale,), batch_size=self.sizes.pictures)  # one batch, whose pictures come in order
         vae.decode = decode
         ours = torch.cat([one.sample for one in seen]).clamp(-1, 1).numpy() / 2 + 0.5
         return float(np.abs(ours - self.theirs((self.sizes.guidance_scale,))[0].transpose(0, 3, 1, 2)).max())
@@ -114,10 +117,11 @@ def judged(pair: Pair, settings: dict[str, Any], judge: features.Judge) -> np.nd
 def ladder(pair: Pair) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """How fast each rung is against diffusers' 50 steps, and how far its pictures are from real ones."""
     judge, scale = features.load_judge(pair.model.frozen.device), (pair.sizes.guidance_scale,)
-    pictures = scenes.render(scenes.draw(4 * evaluate.MIN_REFERENCE, seed=evaluate.REFERENCE_SEED))
+    pictures = scenes.render(scenes.draw(pair.sizes.references, seed=evaluate.REFERENCE_SEED))
     reference = Reference.of(Statistics.of(judge.image_features(pictures)))
     ratios, rungs, influences = {}, [], []
-    for name, settings in RUNGS.items():
+    for name, rung in RUNGS.items():
+        settings = {**rung, "num_inference_steps": min(rung["num_inference_steps"], pair.sizes.most_steps)}
         found = judged(pair, settings, judge)
         influences.append(frechet_influence(found, reference))
         error = float((influences[-1] - influences[0]).std() / len(found) ** 0.5)
@@ -130,7 +134,9 @@ def ladder(pair: Pair) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def timed(pair: Pair, scales: tuple[float, ...], settings: dict[str, Any]) -> tuple[Callable[[], float], Callable[[], float]]:
     count = len(scales) * pair.sizes.pictures
-    return lambda: rate(count, lambda: pair.theirs(scales, "ddim", 50)), lambda: rate(count, lambda: pair.ours(scales, **settings))
+    return lambda: rate(count, lambda: pair.theirs(scales, "ddim", pair.sizes.most_steps)), lambda: rate(
+        count, lambda: pair.ours(scales, **settings)
+    )
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
@@ -149,7 +155,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], engine.kernel_environment(os.environ))
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     arguments = parse("What drawing pictures costs, against diffusers' own pipeline.")
-    sizes = Sizes(pictures=4, batch_size=2, steps=2, judged=8) if arguments.quick else Sizes()
+    sizes = Sizes(pictures=4, batch_size=2, steps=2, judged=8, references=64, most_steps=2) if arguments.quick else Sizes()
     tell(arguments.out, "sweep_vs_diffusers", measure(sizes), sizes=vars(sizes), notes=NOTES)
 
 

@@ -8,7 +8,6 @@ written to the folder. No rank outlives it.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import json
 import os
 import signal
@@ -22,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 SET_PARENT_DEATH_SIGNAL = 1
-VERBS = {"prepare": "prepare", "train": "train", "sample": "album", "evaluate": "measure"}
-"""The module that does the work of each verb."""
 SUPERVISOR = "SDLAB_SUPERVISOR"
 """The environment variable that tells a rank the process id of its supervisor."""
 
@@ -199,8 +196,23 @@ def _read_job(folder: Path) -> dict[str, Any]:
 
 
 def _do(job: dict[str, Any], rank: int, world_size: int) -> None:
-    verb = importlib.import_module(f"sdlab.{VERBS[job['verb']]}")
-    verb.work(job, rank=rank, world_size=world_size)
+    ranks = {"rank": rank, "world_size": world_size}
+    if job["verb"] == "prepare":
+        from sdlab import prepare
+
+        prepare.work(job, **ranks)
+    elif job["verb"] == "sample":
+        from sdlab import album
+
+        album.work(job, **ranks)
+    elif job["verb"] == "evaluate":
+        from sdlab import measure
+
+        measure.work(job, **ranks)
+    else:
+        from sdlab import train
+
+        train.work(job, **ranks)
 
 
 def _write_error(path: Path, rank: int, error: BaseException) -> None:
