@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from pydantic import Field
 
-from sdlab import drawing, launch, models, pictures, places, runs, sample, stored
+from sdlab import drawing, launch, models, pictures, runs, sample, stored
 from sdlab import guidance as guidances
 from sdlab.axes import AXES, Axis, label
 from sdlab.axes import read as read_axes
@@ -185,12 +184,12 @@ class Album:
         self.axes, self.folder = read_axes(axes), resolve_path(config.study_dir)
         if guidance is not None and "guidance" in dict(self.axes):
             raise ConfigError("guidance is an axis already, so that a function of one's own has no place; leave one of them out")
+        self._found: dict[int | str, stored.Stored] = {}
         self.config = config.model_copy(update={"checkpoint": self._pinned(config, config.checkpoint)})
         pinned = [self._pinned(config, value) for value in dict(self.axes).get("checkpoint", [])]
         (rows, row_values), (columns, column_values) = ((name, pinned if name == "checkpoint" else values) for name, values in self.axes)
         self.axes = (rows, row_values), (columns, column_values)
         fixed = {"prompt": config.prompts[0], **{name: getattr(self.config, name) for name in AXES if name != "prompt"}}
-        self._found: dict[int | str, stored.Stored] = {}
         self.pictures = []
         for row, row_value in enumerate(row_values):
             line = []
@@ -201,11 +200,13 @@ class Album:
                 line.append(self._picture(values))
             self.pictures.append(line)
 
-    @staticmethod
-    def _pinned(config: SampleConfig, checkpoint: int | str) -> int | str:
+    def _pinned(self, config: SampleConfig, checkpoint: int | str) -> int | str:
         """The step that "latest" is at present, of a run that may go on."""
-        steps = stored.checkpoints(config.model)[1:]
-        return stored.find(config.model, weights=config.weights).step if checkpoint == "latest" and steps else checkpoint
+        if checkpoint != "latest" or len(stored.checkpoints(config.model)) == 1:
+            return checkpoint
+        found = stored.find(config.model, weights=config.weights)
+        self._found.setdefault(found.step, found)
+        return found.step
 
     def _picture(self, values: dict[str, Any]) -> Picture:
         """What is kept of one picture; everything about it is checked."""
@@ -218,10 +219,9 @@ class Album:
         about = {"model": near_path(found.name), "weights": found.weights, "step": found.step, "weights_hash": found.weights_hash}
         guided = {"guidance": how.guidance.name, "guidance_source": how.guidance.source_hash or ""}
         settings = Settings(**values | about | shared | guided, height=how.size[0], width=how.size[1])
-        key = {**asdict(settings), "model": "", "own": self.own is not None, "frozen": places.hash_frozen(found.networks)}
+        key = {**asdict(settings), "model": "", "own": self.own is not None, "frozen": found.frozen_hashes}
         key |= {"networks": found.networks.model_dump(mode="json", exclude={"frozen"})}
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        name = f"seed-{settings.seed}-guidance-{settings.guidance_scale:g}-{digest[:16]}.png"
+        name = f"seed-{settings.seed}-guidance-{settings.guidance_scale:g}-{runs.digest(key)[:16]}.png"
         return Picture(self.folder / PICTURES / name, checkpoint, how, settings)
 
     def _stored(self, checkpoint: int | str) -> stored.Stored:
@@ -242,28 +242,12 @@ class Album:
         """Draw some of the pictures in this process, and keep each as soon as it is drawn; `model` is one that is loaded already."""
         with launch.progress(total=len(wanted), title="sample", unit=" pictures") as bar:
             for checkpoint, of_checkpoint in _grouped(wanted, lambda one: one.checkpoint):
-                model = self._load(checkpoint, model)
+                model = models.load_again(self._stored(checkpoint), checkpoint=checkpoint, loaded=model)
                 for _, alike in _grouped(of_checkpoint, lambda one: _shared(one.settings)):
                     shots = [_shot(one.settings) for one in alike]
                     for which, images in sample.stream(model, alike[0].how, shots, report=bar.update):
                         for place, image in zip(which, images, strict=True):
                             save_png(image, alike[place].settings, alike[place].path)
-
-    def _load(self, checkpoint: int | str, model: models.TextToImage | None) -> models.TextToImage:
-        """The model of a checkpoint, or what of a loaded one is the same.
-
-        Raises:
-            ConfigError: it is not any more what it was when the grid was laid out.
-        """
-        found, frozen = self._stored(checkpoint), None
-        if model is not None and model.frozen.hashes == places.hash_frozen(found.networks):
-            frozen = model.frozen
-            if (model.weights_hash, model.networks) == (found.weights_hash, found.networks):
-                return model
-        loaded = models.load(self.config.model, weights=self.config.weights, checkpoint=checkpoint, frozen=frozen)
-        if loaded.weights_hash != found.weights_hash:
-            raise ConfigError(f"{found.path} holds other weights than a moment ago; run this again")
-        return loaded
 
     def finish(self) -> Grid:
         """The grid with its pictures, read from the folder; `results.json` is written.
@@ -275,7 +259,7 @@ class Album:
         settings, work = ([[getattr(picture, name) for picture in line] for line in self.pictures] for name in ("settings", "work"))
         made = Grid(*self.axes, images, settings, work)
         rows = self._told() | {row["picture"]: row for row in (self._row(picture) for line in self.pictures for picture in line)}
-        identity = {"frozen": places.hash_frozen(self._stored(self.pictures[0][0].checkpoint).networks)}
+        identity = {"frozen": self._stored(self.pictures[0][0].checkpoint).frozen_hashes}
         content = {"schema": 1, "study": "sample", "created": runs.now(), "machine": launch.machine(), "identity": identity}
         runs.write_json(self.folder / "results.json", {**content, "rows": list(rows.values())})
         return made

@@ -79,6 +79,11 @@ class Drawing:
         """Whether the conditional and the unconditional prediction of an image are needed."""
         return self.guidance.needs(guidance_scale, self.at(timestep))
 
+    def solve(self, predict: solvers.Predict, noise: Tensor) -> Tensor:
+        """Take unit noise (B, C, h, w) to latents."""
+        steps, networks = self.num_inference_steps, self.networks
+        return solvers.solve(self.solver, predict, noise, num_inference_steps=steps, networks=networks, spacing=self.spacing)
+
     def work(self, guidance_scale: float) -> Work:
         """UNet evaluations and rows of an image."""
         return Work(len(self.evaluated), sum(sum(self.needs(guidance_scale, timestep)) for timestep in self.evaluated))

@@ -211,8 +211,7 @@ def _states(places: np.ndarray, ids: torch.Tensor, old: cache.Old, frozen: Froze
 def _in_full_batches(rows: torch.Tensor, size: int, encode: Callable[[torch.Tensor], Encoded]) -> Iterator[Encoded]:
     """What `encode` makes of rows, always `size` at a time, so that a result does not depend on how many rows are new."""
     for part in rows.split(size):
-        filled = torch.cat([part, part[-1:].expand(size - len(part), *part.shape[1:])])
-        yield encode(filled)[: len(part)]
+        yield encode(launch.filled(part, size))[: len(part)]
 
 
 def _to_half(values: torch.Tensor, *, what: str) -> np.ndarray:

@@ -7,7 +7,6 @@ Its Frechet distance is never called FID: that name belongs to the 2015 Inceptio
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from sdlab import features, grids, launch, measure, parts, places, runs, scenes, statistics, stored
+from sdlab import features, grids, launch, measure, parts, runs, scenes, statistics, stored
 from sdlab.config import ConfigError, resolve_path
 from sdlab.measure import EvaluateConfig
 
@@ -135,7 +134,7 @@ def _row(point: measure.Point, yardstick: Yardstick, folder: Path) -> _Measured:
     row |= {"unet_evaluations": point.how.work(point.guidance_scale).evaluations}
     (folder / "scales").mkdir(parents=True, exist_ok=True)
     grids.tile(pictures, columns=8).save(folder / f"{stem}.png")
-    np.savez(folder / f"{stem}.npz", allow_pickle=False, pictures=pictures, prompts=np.array(yardstick.asked.prompts[: len(pictures)]))
+    measure.save(folder / f"{stem}.npz", pictures=pictures, prompts=np.array(yardstick.asked.prompts[: len(pictures)]))
     return _Measured(row, statistics.frechet_influence(arrays["features"], yardstick.reference), arrays["clip_scores"])
 
 
@@ -153,14 +152,10 @@ def _with_differences(measured: Sequence[_Measured]) -> list[Row]:
             "frechet_above_lowest": one.row["frechet_distance"] - lowest.row["frechet_distance"],
             "frechet_above_lowest_se": statistics.difference(one.influence, lowest.influence),
             "clip_below_highest": highest.row["clip_score"] - one.row["clip_score"],
-            "clip_below_highest_se": _standard_error(one.clip_scores - highest.clip_scores),
+            "clip_below_highest_se": statistics.standard_error(one.clip_scores - highest.clip_scores),
         }
         completed.append({**one.row, **differences})
     return completed
-
-
-def _standard_error(values: np.ndarray) -> float:
-    return float(values.std(ddof=1, dtype=np.float64) / len(values) ** 0.5)
 
 
 def _scores(arrays: Mapping[str, np.ndarray], yardstick: Yardstick) -> Row:
@@ -173,9 +168,9 @@ def _scores(arrays: Mapping[str, np.ndarray], yardstick: Yardstick) -> Row:
         "frechet_distance": distance,
         "frechet_low": max(0.0, distance + low),
         "frechet_high": distance + high,
-        "frechet_se": _standard_error(influence),
+        "frechet_se": statistics.standard_error(influence),
         "clip_score": float(cosines.mean(dtype=np.float64)),
-        "clip_score_se": _standard_error(cosines),
+        "clip_score_se": statistics.standard_error(cosines),
         **_shares(arrays),
         "num_images": len(cosines),
         "extractor": yardstick.judge.name,
@@ -198,7 +193,7 @@ def _references(found: Sequence[stored.Stored], yardstick: Yardstick) -> list[Ro
     """The prompts' own scenes as rendered, and as each VAE among the models gives them back."""
     real = at_resolution(scenes.render(yardstick.asked.drawn), yardstick.resolution)
     rows = [{"kind": "real", "label": "real pictures", **_looked_at(real, yardstick)}]
-    for networks in {places.hash_frozen(one.networks)["vae"]: one.networks for one in found}.values():
+    for networks in {one.frozen_hashes["vae"]: one.networks for one in found}.values():
         frozen = parts.load_frozen(networks)
         told = {"kind": "vae", "label": "VAE reconstructions", "vae_hash": frozen.hashes["vae"]}
         rows.append({**told, **_looked_at(reconstruct(frozen, real), yardstick)})
@@ -255,7 +250,7 @@ def strict_share(row: Mapping[str, Any]) -> float | None:
 
 def identity_hash(identity: Mapping[str, Any]) -> str:
     """SHA-256 of an identity, whatever the order of its fields."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return runs.digest(identity)
 
 
 def explain(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import CLIPModel, CLIPTokenizer
 
+from sdlab import launch
 from sdlab.files import hash_weights
 from sdlab.parts import to_pixel_values
 from sdlab.places import TINY_DIR
@@ -71,8 +72,8 @@ class Judge:
     def _in_batches(self, forward: Callable[[Tensor], Tensor], rows: Tensor) -> np.ndarray:
         done = [np.empty((0, self.width), dtype=np.float32)]
         for batch in rows.split(BATCH_SIZE):
-            filled = torch.cat([batch, batch[:1].expand(BATCH_SIZE - len(batch), *batch.shape[1:])])
-            done.append(F.normalize(forward(filled.to(self.model.device)), dim=-1)[: len(batch)].cpu().numpy())
+            full = launch.filled(batch, BATCH_SIZE).to(self.model.device)
+            done.append(F.normalize(forward(full), dim=-1)[: len(batch)].cpu().numpy())
         return np.concatenate(done)
 
 

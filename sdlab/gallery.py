@@ -6,7 +6,6 @@ ipywidgets has no pictures that can be clicked; this one selects and enlarges th
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import math
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any
 import anywidget
 import numpy as np
 import traitlets
-from PIL import Image
 
 from sdlab import drawing, models, sample, settings, solvers
 from sdlab.config import SamplePrecision, near_path
@@ -139,7 +137,7 @@ class Drawn:
         """
         png, its = self.pngs[index], self.settings[index]
         name = f"seed{its.seed}-guidance{its.guidance_scale:g}-{hashlib.sha256(png).hexdigest()[:8]}.png"
-        return settings.save_png(np.asarray(Image.open(io.BytesIO(png))).transpose(2, 0, 1), its, folder / name)
+        return settings.write(png, folder / name)
 
 
 def finish(model: models.TextToImage, request: Request, *, guidance: Guidance, images: np.ndarray, seconds: float) -> Drawn:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sdlab import captions, files
+from sdlab import captions, files, launch
 from sdlab.config import ConfigError
 from sdlab.pixels import SIDE
 
@@ -233,9 +232,9 @@ class Extractor:
         done: dict[Tap, list[np.ndarray]] = {tap: [np.empty((0, WIDTHS[tap]), dtype=np.float32)] for tap in taps}
         device = self.network.fc.weight.device
         for batch in inputs.split(self.batch_size) if len(inputs) else ():
-            filled = torch.cat([batch, batch[:1].expand(self.batch_size - len(batch), *batch.shape[1:])]).to(device)
-            with _whole_float32(device):
-                found = self.network(filled.contiguous(memory_format=torch.channels_last), taps)
+            full = launch.filled(batch, self.batch_size).to(device)
+            with launch.whole_float32(device):
+                found = self.network(full.contiguous(memory_format=torch.channels_last), taps)
             for tap, features in found.items():
                 done[tap].append(features[: len(batch)].cpu().numpy())
         return {tap: np.concatenate(parts) for tap, parts in done.items()}
@@ -250,14 +249,6 @@ def _check(inputs: Tensor, taps: Sequence[str]) -> None:
     unknown = [tap for tap in taps if tap not in WIDTHS]
     if unknown or not taps:
         raise ConfigError(f"Inception has no tap {', '.join(map(repr, unknown)) or 'of no name'}; choose from {', '.join(WIDTHS)}")
-
-
-def _whole_float32(device: torch.device) -> ExitStack:
-    """No autocast, and no TF32 in convolutions, which would leave 10 of float32's 23 bits."""
-    stack = ExitStack()
-    stack.enter_context(torch.autocast(device.type, enabled=False))
-    stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False))
-    return stack
 
 
 def load(

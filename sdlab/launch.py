@@ -85,6 +85,24 @@ def attention(on: torch.device) -> AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH) if on.type == "cpu" else nullcontext()
 
 
+@contextmanager
+def whole_float32(on: torch.device) -> Iterator[None]:
+    """No autocast, and TF32 neither in convolutions nor in products, which would leave 10 of float32's 23 bits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    exact = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
+    try:
+        with torch.autocast(on.type, enabled=False), exact:
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def filled(batch: torch.Tensor, rows: int) -> torch.Tensor:
+    """A batch and as many copies of its first row as make `rows`, so that a result does not depend on how many rows there are."""
+    return torch.cat([batch, batch[:1].expand(rows - len(batch), *batch.shape[1:])])
+
+
 @dataclass(frozen=True)
 class Ranks:
     """How many ranks do a job, and what happens to them."""

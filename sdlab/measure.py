@@ -6,8 +6,6 @@ so that results depend neither on the number of ranks nor on how often a study w
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import zipfile
 from collections import Counter
@@ -20,7 +18,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from sdlab import drawing, features, launch, models, places, sample, scenes, solvers, stored
+from sdlab import drawing, features, launch, models, runs, sample, scenes, solvers, stored
 from sdlab.config import ConfigError, Model, SamplePrecision, resolve_path
 
 SHARD = 64
@@ -88,7 +86,7 @@ class Asked:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the prompts."""
-        return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
+        return runs.digest(self.prompts)
 
     @property
     def shards(self) -> list[slice]:
@@ -151,61 +149,57 @@ def point(cfg: EvaluateConfig, found: stored.Stored, guidance_scale: float, aske
     drawing.check_scales(how.guidance, [guidance_scale])
     depends = {
         **{**shared, "batch_size": how.batch_size, "guidance_scale": float(guidance_scale), "size": how.size, "schema": 2},
-        **{"weights": found.weights_hash, "frozen": places.hash_frozen(found.networks)},
+        **{"weights": found.weights_hash, "frozen": found.frozen_hashes},
         **{"networks": found.networks.model_dump(mode="json", exclude={"frozen"})},
         **{"judge": judge.weights_hash, "pixel_path": judge.pixel_path(found.resolution)},
         **{"prompts": asked.digest, "noise_seed": asked.noise_seed},
     }
-    key = hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
-    return Point(found, how, guidance_scale, resolve_path(cfg.study_dir) / "shards" / f"guidance-{guidance_scale:g}-{key[:16]}")
+    name = f"guidance-{guidance_scale:g}-{runs.digest(depends)[:16]}"
+    return Point(found, how, guidance_scale, resolve_path(cfg.study_dir) / "shards" / name)
 
 
 def run(cfg: EvaluateConfig, points: Sequence[Point], asked: Asked, judge: features.Judge, *, title: str = "evaluate") -> None:
     """Draw and measure what is missing of some points, here or on as many ranks as are asked for."""
-    different = {one.folder: one for one in reversed(points)}
-    points = list(reversed(different.values()))
-    units = list(dict.fromkeys((one.found.name, index) for one in points for index in one.missing(asked)))
+    different: dict[Path, Point] = {}
+    for one in points:
+        different.setdefault(one.folder, one)
+    lacking: dict[tuple[str, int], list[float]] = {}
+    for one in different.values():
+        for index in one.missing(asked):
+            lacking.setdefault((one.found.name, index), []).append(one.guidance_scale)
+    todo = [(name, index, scales) for (name, index), scales in sorted(lacking.items())]
     ranks = launch.Ranks(launch.devices(cfg.devices), cfg.num_nodes)
-    if units and ranks.devices * ranks.num_nodes > 1:
-        asks = {"config": cfg.model_dump(mode="json"), "seed": asked.seed, "units": units}
-        asks |= {"points": [(one.found.name, one.guidance_scale) for one in points]}
-        launch.run_ranks(resolve_path(cfg.study_dir) / JOB, {"verb": "evaluate", **asks}, ranks)
+    if todo and ranks.devices * ranks.num_nodes > 1:
+        job = {"verb": "evaluate", "config": cfg.model_dump(mode="json"), "seed": asked.seed, "todo": todo}
+        launch.run_ranks(resolve_path(cfg.study_dir) / JOB, job, ranks)
     else:
-        _measure(cfg, points, asked, judge, units, title)
+        _measure(cfg, [one.found for one in points], todo, asked, judge, title)
 
 
 def work(job: Mapping[str, Any], *, rank: int, world_size: int) -> None:
     """What one rank draws and measures: every `world_size`-th shard."""
     cfg = EvaluateConfig.model_validate(job["config"])
     judge, asked = features.load_judge(launch.device()), Asked.of(cfg.num_images, seed=job["seed"])
-    found = {one.name: one for one in find(cfg)}
-    points = [point(cfg, found[name], scale, asked, judge) for name, scale in job["points"]]
-    units = [(name, index) for name, index in job["units"][rank::world_size]]
-    _measure(cfg, points, asked, judge, units, "evaluate" if world_size == 1 else f"evaluate (rank {rank} of {world_size})")
+    title = "evaluate" if world_size == 1 else f"evaluate (rank {rank} of {world_size})"
+    _measure(cfg, find(cfg), job["todo"][rank::world_size], asked, judge, title)
 
 
 def _measure(
-    cfg: EvaluateConfig, points: Sequence[Point], asked: Asked, judge: features.Judge, units: Sequence[tuple[str, int]], title: str
+    cfg: EvaluateConfig,
+    found: Sequence[stored.Stored],
+    todo: Sequence[tuple[str, int, list[float]]],
+    asked: Asked,
+    judge: features.Judge,
+    title: str,
 ) -> None:
-    """Draw and measure shards, those of one model together."""
-    lacking = [(one, set(one.missing(asked))) for one in points]
-    wanted = {(name, index): [one for one, lost in lacking if one.found.name == name and index in lost] for name, index in sorted(units)}
-    total = sum(len(of_unit) * (asked.shards[index].stop - asked.shards[index].start) for (_, index), of_unit in wanted.items())
-    model = None
+    """Draw and measure shards, each of a model at the scales that lack it."""
+    named, model = {one.name: one for one in found}, None
+    total = sum(len(scales) * len(asked.prompts[asked.shards[index]]) for _, index, scales in todo)
     with launch.progress(total=total, title=title, unit=" pictures") as bar:
-        for (name, index), of_unit in wanted.items():
-            if model is None or model.name != name:
-                model = _load(cfg, of_unit[0].found, model)
-            _measure_shard(model, of_unit, asked, index, judge, bar.update)
-
-
-def _load(cfg: EvaluateConfig, found: stored.Stored, before: models.TextToImage | None) -> models.TextToImage:
-    alike = before is not None and before.frozen.hashes == places.hash_frozen(found.networks)
-    frozen = before.frozen if before is not None and alike else None
-    loaded = models.load(found.name, weights=cfg.weights, checkpoint=cfg.checkpoint, frozen=frozen)
-    if loaded.weights_hash != found.weights_hash:
-        raise ConfigError(f"{found.path} holds other weights than when the study began; run it again")
-    return loaded
+        for name, index, scales in todo:
+            model = models.load_again(named[name], checkpoint=cfg.checkpoint, loaded=model)
+            points = [point(cfg, named[name], scale, asked, judge) for scale in scales]
+            _measure_shard(model, points, asked, index, judge, bar.update)
 
 
 def _measure_shard(
@@ -222,7 +216,7 @@ def _measure_shard(
     for one, of_scale in zip(points, images.reshape(len(points), len(prompts), *images.shape[1:]), strict=True):
         shown = of_scale[: SHOWN if index == 0 else 0]
         one.folder.mkdir(parents=True, exist_ok=True)
-        _save(one.shard(index), **look(of_scale, prompts, text_features, judge), pictures=shown)
+        save(one.shard(index), **look(of_scale, prompts, text_features, judge), pictures=shown)
 
 
 def look(images: np.ndarray, prompts: Sequence[str], text_features: np.ndarray, judge: features.Judge) -> dict[str, np.ndarray]:
@@ -232,7 +226,8 @@ def look(images: np.ndarray, prompts: Sequence[str], text_features: np.ndarray, 
     return measured | (scenes.check(images, prompts) if images.shape[-1] == scenes.SIDE else {})
 
 
-def _save(path: Path, **arrays: np.ndarray) -> None:
+def save(path: Path, **arrays: np.ndarray) -> None:
+    """Write arrays whole or not at all."""
     scratch = path.with_name(f".{os.getpid()}-{path.name}")
     np.savez(scratch, allow_pickle=False, **arrays)
     os.replace(scratch, path)

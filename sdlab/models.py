@@ -154,6 +154,21 @@ def check_fit(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, sourc
     files.check_shapes(weights, {key: tuple(tensor.shape) for key, tensor in own.items()}, f"the weights of {source} do not fit the UNet")
 
 
+def load_again(found: stored.Stored, *, checkpoint: str | int, loaded: TextToImage | None = None) -> TextToImage:
+    """A model as it was found before, or what is the same of one that is loaded already.
+
+    Raises:
+        ConfigError: as `load`, or its weights are not any more what they were when it was found.
+    """
+    frozen = loaded.frozen if loaded is not None and loaded.frozen.hashes == found.frozen_hashes else None
+    if loaded is not None and frozen is not None and (loaded.weights_hash, loaded.networks) == (found.weights_hash, found.networks):
+        return loaded
+    again = load(found.name, weights=found.weights, checkpoint=checkpoint, frozen=frozen)
+    if again.weights_hash != found.weights_hash:
+        raise ConfigError(f"{found.path} holds other weights than a moment ago; run this again")
+    return again
+
+
 def load(model: str, *, weights: str = "ema", checkpoint: str | int = "latest", frozen: parts.Frozen | None = None) -> TextToImage:
     """Load a model that draws, onto the GPU if there is one.
 

@@ -53,7 +53,19 @@ class Panel(ipywidgets.VBox):
         load: Load | None = None,
         folder: str | Path = FOLDER,
     ) -> None:
-        """Make a panel; see `widgets.panel`."""
+        """Draw `request` in the background; every knob turned draws again, and the last request wins.
+
+        Args:
+            model: what draws.
+            request: where the knobs stand at first.
+            guidance: as `sdlab.guidance` has it: a name, or one's own function.
+            checkpoints: what can be chosen besides the request's own.
+            load: loads one of them; the last two stay loaded.
+            folder: where pictures are saved.
+
+        Raises:
+            ConfigError: a guidance that is none, or a value of `request` that no knob can show.
+        """
         self.guidance, self.folder = read(guidance), resolve_path(folder)
         offered = list(dict.fromkeys([*([] if request.checkpoint in checkpoints else [request.checkpoint]), *checkpoints]))
         _check(model, request, self.guidance, offered, load)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from sdlab import diffusion, models, parts, solvers
+from sdlab import diffusion, launch, models, parts, solvers
 from sdlab.config import ConfigError
 from sdlab.diffusion import Prediction
 from sdlab.drawing import Drawing, Shot, Size
@@ -79,8 +79,7 @@ class Forward:
             raise self._failure
         self._before_each()
         device, drawing, add_time_ids = latents.device, self.drawing, None
-        short = drawing.batch_size - len(latents)
-        rows = torch.cat([latents, *[latents[:1]] * short] * sum(needed))
+        rows = torch.cat([launch.filled(latents, drawing.batch_size)] * sum(needed))
         timesteps = torch.full((len(rows),), timestep, device=device)
         if drawing.networks.takes_sizes:
             add_time_ids = torch.tensor([*drawing.size, 0, 0, *drawing.size], device=device).expand(len(rows), 6)

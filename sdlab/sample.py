@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from sdlab import guidance as guidances
-from sdlab import models, solvers
+from sdlab import models
 from sdlab.config import SamplePrecision
 from sdlab.drawing import Drawing, Shot, check_scales, configure, shots_of
 from sdlab.guidance import Combine, Guidance
@@ -241,5 +241,5 @@ def _draw(forward: Forward, shots: Sequence[Shot]) -> np.ndarray:
     """One batch of images, uint8 (b, 3, H, W)."""
     drawing, predict = forward.drawing, Predictor(forward, shots)
     with forward.ending_all():
-        latents = solvers.SOLVERS[drawing.solver](predict, forward.noise(shots), timesteps=drawing.timesteps, alphas=drawing.alphas)
+        latents = drawing.solve(predict, forward.noise(shots))
         return forward.model.frozen.decode(latents[filled(range(len(shots)), drawing.batch_size)]).numpy()[: len(shots)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Dinov2Model
 
-from sdlab import captions, files, openclip
+from sdlab import captions, files, launch, openclip, statistics
 from sdlab.config import ConfigError
 from sdlab.distances import Estimate
 
@@ -171,7 +170,7 @@ def mean(scores: np.ndarray) -> Estimate:
     """
     if scores.ndim != 1 or len(scores) < 2:
         raise ConfigError(f"scores {scores.shape} have no standard error; give a row of at least 2")
-    return Estimate(float(scores.mean(dtype=np.float64)), float(scores.std(ddof=1, dtype=np.float64) / len(scores) ** 0.5))
+    return Estimate(float(scores.mean(dtype=np.float64)), statistics.standard_error(scores))
 
 
 def load_clip(
@@ -268,19 +267,6 @@ def _in_batches(
     done = [np.empty((0, width), dtype=np.float32)]
     for start in range(0, count, rows):
         batch = prepare(slice(start, start + rows))
-        filled = torch.cat([batch, batch[:1].expand(rows - len(batch), *batch.shape[1:])])
-        with _whole_float32(device):
-            done.append(forward(filled.to(device))[: len(batch)].cpu().numpy())
+        with launch.whole_float32(device):
+            done.append(forward(launch.filled(batch, rows).to(device))[: len(batch)].cpu().numpy())
     return np.concatenate(done)
-
-
-@contextmanager
-def _whole_float32(device: torch.device) -> Iterator[None]:
-    """No autocast, and TF32 neither in convolutions nor in products, which would leave 10 of float32's 23 bits."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False), torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)

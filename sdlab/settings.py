@@ -141,12 +141,17 @@ def png_bytes(image: NDArray[np.uint8], settings: Settings) -> bytes:
 
 
 def save_png(image: NDArray[np.uint8], settings: Settings, path: str | Path) -> Path:
-    """Write `png_bytes` whole or not at all, in folders made for it, and return the absolute path; ConfigError where that fails."""
-    target, data = resolve_path(path), png_bytes(image, settings)
+    """Write `png_bytes` as `write` does."""
+    return write(png_bytes(image, settings), path)
+
+
+def write(png: bytes, path: str | Path) -> Path:
+    """Write a PNG whole or not at all, in folders made for it, and return the absolute path; ConfigError where that fails."""
+    target = resolve_path(path)
     partial = target.parent / f"{target.name}.{os.getpid()}.partial"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(data)
+        partial.write_bytes(png)
         os.replace(partial, target)
     except OSError as error:
         with suppress(OSError):

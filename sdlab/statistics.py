@@ -334,4 +334,9 @@ def difference(influence_a: np.ndarray, influence_b: np.ndarray) -> float:
     """
     if influence_a.shape != influence_b.shape or influence_a.ndim != 1 or len(influence_a) < 2:
         raise ConfigError(f"influences {influence_a.shape} and {influence_b.shape} are no pairs; give two of one length, at least 2")
-    return float((influence_a - influence_b).std(ddof=1) / len(influence_a) ** 0.5)
+    return standard_error(influence_a - influence_b)
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Of the mean of values (n,), n at least 2."""
+    return float(values.std(ddof=1, dtype=np.float64) / len(values) ** 0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ class Stored:
     """Of a low-rank change its kind, and what it is to be put into."""
     licence: str = ""
     """As its model card, or that of what it started from, says; "" where none does."""
+
+    @cached_property
+    def frozen_hashes(self) -> dict[str, str]:
+        """SHA-256 of VAE, text encoders and tokenizers by part, when it is first asked for."""
+        return places.hash_frozen(self.networks)
 
     def state_dict(self) -> files.Shaped:
         """The UNet's tensors in float32, read one by one as they are asked for.

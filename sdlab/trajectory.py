@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sdlab import diffusion, models, predictor, solvers
+from sdlab import diffusion, models, predictor
 from sdlab.drawing import Drawing, Shot, check_scales
 from sdlab.guidance import At
 
@@ -25,14 +25,6 @@ class Trajectory:
     """The picture without the prompt, uint8 (S, 3, H, W)."""
     direction: np.ndarray
     """How far guidance moves each latent, root mean square over channels, float32 (S, h, w)."""
-
-    @property
-    def rows(self) -> list[dict[str, float]]:
-        """As a table: where the drawing is, and how far guidance moves the picture on average."""
-        return [
-            {"timestep": at.timestep, "sigma": at.sigma, "direction": float(np.sqrt((one**2).mean()))}
-            for at, one in zip(self.at, self.direction, strict=True)
-        ]
 
 
 def follow(model: models.TextToImage, drawing: Drawing, shot: Shot) -> Trajectory:
@@ -61,7 +53,7 @@ def follow(model: models.TextToImage, drawing: Drawing, shot: Shot) -> Trajector
     with torch.inference_mode():
         forward = predictor.Forward(model, watched, [shot])
         ask = predictor.Predictor(forward, [shot])
-        solvers.SOLVERS[drawing.solver](predict, forward.noise([shot]), timesteps=drawing.timesteps, alphas=drawing.alphas)
+        drawing.solve(predict, forward.noise([shot]))
         at, followed, without = zip(*seen, strict=True)
         guided, unguided = torch.cat(followed), torch.cat(without)
         moved = (guided - unguided).square().mean(dim=1).sqrt().cpu().numpy()

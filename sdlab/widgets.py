@@ -29,31 +29,6 @@ def interactive_wanted(interactive: Interactive) -> bool:
     return bool(getattr(kernel, "_allow_stdin", False)) and not os.environ.get("SDLAB_HEADLESS")
 
 
-def panel(
-    model: models.TextToImage,
-    request: Request,
-    *,
-    guidance: Guidance | Combine | str = CONSTANT,
-    checkpoints: Sequence[Checkpoint] = ("latest",),
-    load: Load | None = None,
-    folder: str | Path = FOLDER,
-) -> Panel:
-    """A panel that starts with `request`, drawn in the background; every knob turned draws again, and the last request wins.
-
-    Args:
-        model: what draws.
-        request: where the knobs stand at first.
-        guidance: as `sdlab.guidance` has it: a name, or one's own function.
-        checkpoints: what can be chosen besides the request's own.
-        load: loads one of them; the last two stay loaded.
-        folder: where pictures are saved.
-
-    Raises:
-        ConfigError: a guidance that is none, or a value of `request` that no knob can show.
-    """
-    return Panel(model, request, guidance=guidance, checkpoints=checkpoints, load=load, folder=folder)
-
-
 def panel_or_grid(
     model: models.TextToImage,
     request: Request,
@@ -67,10 +42,10 @@ def panel_or_grid(
     """The panel where somebody can click, else the pictures that it would show first, with a printed line that says what they are.
 
     Raises:
-        ConfigError: as `panel` or `sample.sample`.
+        ConfigError: as `Panel` or `sample.sample`.
     """
     if interactive_wanted(interactive):
-        return panel(model, request, guidance=guidance, checkpoints=checkpoints, load=load, folder=folder)
+        return Panel(model, request, guidance=guidance, checkpoints=checkpoints, load=load, folder=folder)
     print(*filter(None, [str(request), cut_off(model, request)]), sep="\n")
     return plots.contact_sheet(images_of(model, request, guidance=guidance), request.captions, columns=COLUMNS)
 

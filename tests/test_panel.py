@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sdlab import guidance, models, panel, sample, settings, widgets
+from sdlab import guidance, models, panel, sample, settings
 from sdlab.config import ConfigError
 
 FIRST = panel.Request("a large owl on a pink background", num_inference_steps=2, pictures=2)
@@ -415,14 +415,14 @@ def test_one_checkpoint_is_no_choice(made):
 )
 def test_what_no_knob_can_show_is_refused_before_there_is_a_panel(model, request_, options, reason):
     with pytest.raises(ConfigError, match=reason):
-        widgets.panel(model, request_, **options)
+        panel.Panel(model, request_, **options)
 
 
 def test_ones_own_guidance_is_named_in_the_saved_settings(model, tmp_path):
     def gentle(cond, uncond, guidance_scale, at):
         return guidance.constant(cond, uncond, guidance_scale)
 
-    made = widgets.panel(model, FIRST, guidance=gentle, folder=tmp_path)
+    made = panel.Panel(model, FIRST, guidance=gentle, folder=tmp_path)
     made.wait()
     made.save_button.click()
     assert {settings.read_png(path).guidance for path in tmp_path.glob("*.png")} == {"own function gentle"}
